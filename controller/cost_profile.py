@@ -1,0 +1,234 @@
+"""What a decode round of one server costs: a measured table, looked up by batch, context and k.
+
+Training reads it in the simulator, serving reads it to price the tiers before every round, so both
+see the same numbers. `docs/profiles.md` describes the JSON files.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from draftdial.controller.errors import UserError
+from draftdial.controller.profile_document import check_document, parse_document, row_names
+from draftdial.controller.round_table import cell_knots, fold, prefill_knots
+from draftdial.controller.signals import FloatArray, IntArray
+
+OffMode = Literal["warm", "skip", "nospec"]
+"""Whose time column 0 holds: off with the draft's KV kept, off without, or no speculation built in."""
+
+_OFF_ROW: dict[str, int] = {"nospec": 0, "warm": 1, "skip": 2}
+_NUM_OFF_ROWS = len(_OFF_ROW)
+
+
+@dataclass(frozen=True, eq=False)
+class CostProfile:
+    """A checked profile. Arrays are read-only; times are seconds.
+
+    Every cell of a row is a piecewise-linear function of context with `num_knots` knots; cells with
+    fewer measured ones are continued along their last line.
+    """
+
+    name: str
+    tiers: tuple[int, ...]
+    """Values of k, ascending from 0."""
+    labels: tuple[str, ...]
+    """A name for each tier, for tables and plots."""
+    draft_tokens: tuple[int, ...]
+    """Tokens one request verifies in a round, per tier: k + 1 in a chain, more in a tree."""
+    captured_batches: IntArray
+    """Shape `(num_batches,)`, ascending: batch sizes that have CUDA graphs."""
+    bucket_of_batch: IntArray
+    """Shape `(max_running + 1,)`: which captured batch serves n requests (the largest one beyond it)."""
+    rows: tuple[str, ...]
+    """Row names: nospec, off-warm, off-skip, then k=... for each tier above 0."""
+    knot_context: FloatArray
+    """Shape `(num_rows, num_batches, num_knots)`: mean context tokens per request, ascending."""
+    knot_round_s: FloatArray
+    """Shape `(num_rows, num_batches, num_knots)`: seconds of a round there."""
+    eager_factor: float
+    """Beyond the largest captured batch b, time grows by `1 + eager_factor * (n / b - 1)`, ..."""
+    eager_extra_s: float
+    """... plus this for launching without a graph."""
+    switch_s: float
+    """Time a round loses when its k differs from the one before."""
+    max_running: int
+    kv_pool_tokens: int
+    chunked_prefill_tokens: int
+    document: dict[str, Any]
+    """The JSON as read. Treat as read-only; `to_document` copies it."""
+    _round_tables: dict[str, FloatArray]
+    _prefill_knots: dict[str, tuple[FloatArray, FloatArray]]
+
+    @classmethod
+    def load(cls, name_or_path: str | Path) -> Self:
+        """The profile shipped as `name_or_path`, or the one in the JSON file of that path.
+
+        Raises:
+            UserError: no such profile or file, or a field of it is wrong.
+        """
+        shipped = shipped_profiles()
+        looks_like_path = (
+            isinstance(name_or_path, Path) or "/" in name_or_path or name_or_path[-5:] == ".json"
+        )
+        path = Path(name_or_path) if looks_like_path else shipped.get(str(name_or_path))
+        if path is None:
+            raise UserError(
+                f"profile: found {name_or_path}, allowed: {', '.join(shipped)} or a path ending in .json"
+            )
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "not UTF-8 text"
+            raise UserError(f"{path}: cannot read the profile: {reason}") from None
+        return cls.from_json(text, str(path))
+
+    @classmethod
+    def from_json(cls, text: str, source: str) -> Self:
+        """The profile in `text`; `source` names it in error messages."""
+        return cls._from_checked(parse_document(text, source))
+
+    @classmethod
+    def from_document(cls, document: dict[str, Any], source: str) -> Self:
+        """The profile a document describes (one embedded in a policy file, say); it is copied."""
+        check_document(document, source)
+        return cls._from_checked(copy.deepcopy(document))
+
+    @classmethod
+    def _from_checked(cls, document: dict[str, Any]) -> Self:
+        tiers = tuple(int(tier["k"]) for tier in document["tiers"])
+        captured = np.array(document["captured_batches"], np.int64)
+        running = np.arange(document["max_running"] + 1)
+        bucket = np.minimum(np.searchsorted(captured, running), len(captured) - 1)
+        knot_context, knot_round_s = cell_knots(document["rows"])
+        profile = cls(
+            name=document["name"],
+            tiers=tiers,
+            labels=tuple(tier["label"] for tier in document["tiers"]),
+            draft_tokens=tuple(tier["draft_tokens"] for tier in document["tiers"]),
+            captured_batches=captured,
+            bucket_of_batch=bucket,
+            rows=row_names(tiers),
+            knot_context=knot_context,
+            knot_round_s=knot_round_s,
+            eager_factor=float(document["eager"]["factor_per_batch"]),
+            eager_extra_s=document["eager"]["extra_ms"] / 1e3,
+            switch_s=document["switch_ms"] / 1e3,
+            max_running=document["max_running"],
+            kv_pool_tokens=document["kv_pool_tokens"],
+            chunked_prefill_tokens=document["chunked_prefill_tokens"],
+            document=document,
+            _round_tables={},
+            _prefill_knots={
+                engine: prefill_knots(document["prefill"][engine]) for engine in ("nospec", "speculative")
+            },
+        )
+        table = fold(
+            knot_context, knot_round_s, captured, bucket, profile.eager_factor, profile.eager_extra_s
+        )
+        for off_mode in _OFF_ROW:
+            profile._round_tables[off_mode] = np.ascontiguousarray(table[..., profile._columns(off_mode)])
+        arrays = (captured, bucket, knot_context, knot_round_s, *profile._round_tables.values())
+        for array in (*arrays, *(knots for pair in profile._prefill_knots.values() for knots in pair)):
+            array.setflags(write=False)
+        return profile
+
+    def round_s(self, num_running: IntArray, mean_context_tokens: IntArray, off_mode: OffMode) -> FloatArray:
+        """Seconds a decode round takes at every tier.
+
+        A batch is padded to the next captured one. The padding costs what a request costs but
+        reads no KV, so the table is read at the context `mean * running / captured`. Past the largest
+        captured batch the round runs without a graph (see `eager_factor`).
+
+        Args:
+            num_running: Shape `(num_servers,)`, 0 taken as 1 and more than `max_running` as that.
+            mean_context_tokens: Shape `(num_servers,)`, 0 or more, integer or not.
+            off_mode: Which row column 0 holds.
+
+        Returns:
+            Shape `(num_servers, num_tiers)`.
+        """
+        pieces = self._round_tables[off_mode].take(num_running, axis=0, mode="clip")
+        context = mean_context_tokens[:, None]
+        seconds: FloatArray = pieces[:, 1] * context
+        seconds += pieces[:, 0]
+        for hinge in range(2, pieces.shape[1] - 1, 2):
+            beyond = context - pieces[:, hinge]
+            np.maximum(beyond, 0.0, out=beyond)
+            beyond *= pieces[:, hinge + 1]
+            seconds += beyond
+        return np.maximum(seconds, pieces[:, -1], out=seconds)
+
+    def round_table(self, off_mode: OffMode) -> FloatArray:
+        """The table behind `round_s`, for kernels; shape `(max_running + 1, num_pieces, num_tiers)`.
+
+        With n running requests of mean context c, tier i takes, in seconds,
+
+            max(T[n, -1, i], T[n, 0, i] + T[n, 1, i] * c + sum over hinges h of slope_h * max(c - at_h, 0))
+
+        where hinge h has `at_h = T[n, 2 + 2h, i]`, `slope_h = T[n, 3 + 2h, i]` and there are
+        `(num_pieces - 3) // 2` of them. Padding and the eager cliff are folded in.
+        """
+        return self._round_tables[off_mode]
+
+    def tier_knots(self, off_mode: OffMode) -> tuple[FloatArray, FloatArray]:
+        """`knot_context` and `knot_round_s` of the tiers, each `(num_tiers, num_batches, num_knots)`."""
+        columns = self._columns(off_mode)
+        return self.knot_context[columns], self.knot_round_s[columns]
+
+    def prefill_s(self, num_tokens: ArrayLike, off_mode: OffMode) -> FloatArray:
+        """Seconds to prefill a batch of `num_tokens` prompt tokens in all (any shape); none cost nothing."""
+        tokens = np.asarray(num_tokens, np.float64)
+        seconds = np.interp(tokens, *self.prefill_knots(off_mode))
+        return np.where(tokens > 0, seconds, 0.0)
+
+    def prefill_knots(self, off_mode: OffMode) -> tuple[FloatArray, FloatArray]:
+        """Tokens and seconds, each `(num_knots,)`, for `numpy.interp`: constant below the first knot."""
+        return self._prefill_knots["nospec" if off_mode == "nospec" else "speculative"]
+
+    def scaled(self, name: str, row_factors: ArrayLike, prefill_factor: float) -> Self:
+        """This profile with other times: a different server of the same make, for training on many.
+
+        Args:
+            name: The new profile's name.
+            row_factors: Above 0, broadcast to `(num_rows, num_batches)`: multiply the round times.
+            prefill_factor: Above 0: multiplies the prefill times of both engines.
+        """
+        factors = np.broadcast_to(np.asarray(row_factors, np.float64), self.knot_round_s.shape[:2])
+        document = copy.deepcopy(self.document)
+        document["name"] = name
+        document["description"] = f"{self.name} with its times scaled. {self.document['description']}"
+        for row, row_factor in zip(document["rows"], factors.tolist(), strict=True):
+            for cell, factor in zip(row["cells"], row_factor, strict=True):
+                cell["round_ms"] = [time * factor for time in cell["round_ms"]]
+                cell["inferred"] = True
+        for knots in document["prefill"].values():
+            knots[:] = [[tokens, time * prefill_factor] for tokens, time in knots]
+        check_document(document, name)
+        return self._from_checked(document)
+
+    def to_document(self) -> dict[str, Any]:
+        """The JSON document; `from_document` gives exactly this profile again."""
+        return copy.deepcopy(self.document)
+
+    def _columns(self, off_mode: str) -> IntArray:
+        """Rows that make up the tiers in this off mode, shape `(num_tiers,)`."""
+        return np.array([_OFF_ROW[off_mode], *range(_NUM_OFF_ROWS, len(self.rows))])
+
+
+def shipped_profiles() -> dict[str, Path]:
+    """Name and file of each profile that comes with the package."""
+    # Found, not imported: importing draftdial.envs may pull in what only training has installed.
+    spec = importlib.util.find_spec("draftdial.envs")
+    folders = spec.submodule_search_locations if spec else None
+    return {
+        path.stem: path
+        for folder in folders or ()
+        for path in sorted(Path(folder, "profiles").glob("*.json"))
+    }

@@ -1,0 +1,70 @@
+"""The learned policy: a small network over the features, in NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftdial.controller.features import Features
+from draftdial.controller.signals import IntArray, RoundOutcome, RoundSignals
+
+Float32Array = NDArray[np.float32]
+
+
+class Network:
+    """Two tanh layers, then one linear layer over them and the observation's advice columns.
+
+    The advice skips the hidden layers: a network whose hidden part is silent is goodput-greedy on
+    the belief, and what it learns is a correction to that.
+
+    Tensors (float32): `hidden.0.weight (H, F)`, `hidden.0.bias (H,)`, `hidden.1.weight (H, H)`,
+    `hidden.1.bias (H,)`, `logits.weight (T, H + A)`, `logits.bias (T,)` for F features, A of them
+    advice (the last A), H hidden units and T tiers.
+    """
+
+    def __init__(self, tensors: Mapping[str, Float32Array]) -> None:
+        self.tensors = {name: np.ascontiguousarray(value, np.float32) for name, value in tensors.items()}
+        self._first = (self.tensors["hidden.0.weight"].T, self.tensors["hidden.0.bias"])
+        self._second = (self.tensors["hidden.1.weight"].T, self.tensors["hidden.1.bias"])
+        self._logits = (self.tensors["logits.weight"].T, self.tensors["logits.bias"])
+        self._num_hidden = len(self._second[1])
+        self._num_advice = self._logits[0].shape[0] - self._num_hidden
+
+    def logits(self, observation: Float32Array) -> Float32Array:
+        """(num_servers, num_tiers) from observations of shape (num_servers, num_features)."""
+        hidden = np.tanh(observation @ self._first[0] + self._first[1])
+        hidden = np.tanh(hidden @ self._second[0] + self._second[1])
+        advice = observation[:, observation.shape[1] - self._num_advice :]
+        logits: Float32Array = (
+            hidden @ self._logits[0][: self._num_hidden]
+            + advice @ self._logits[0][self._num_hidden :]
+            + self._logits[1]
+        )
+        return logits
+
+
+class LearnedPolicy:
+    """`Policy`: features, network, the tier of the largest logit (the smallest k among equals)."""
+
+    def __init__(self, features: Features, network: Network) -> None:
+        self.features = features
+        self.network = network
+        self.tiers = features.tiers
+        self._k = np.array(self.tiers, np.int64)
+
+    def reset(self, num_servers: int) -> None:
+        """Forget everything; `num_servers` rows follow."""
+        self.features.reset(num_servers)
+
+    def decide(self, signals: RoundSignals) -> IntArray:
+        """(num_servers,) k for the coming round."""
+        tier = self.network.logits(self.features.compute(signals)).argmax(axis=1)
+        self.features.chose(tier)
+        k: IntArray = self._k[tier]
+        return k
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        """Learn from a finished round."""
+        self.features.observe(outcome)

@@ -1,0 +1,1 @@
+"""What a policy is trained and judged on: the simulated server, its workloads, acceptance and costs."""

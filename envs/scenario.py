@@ -1,0 +1,117 @@
+"""What an episode is drawn from: load, domains, server and lag, all from one seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from draftdial.controller.cost_profile import CostProfile
+from draftdial.controller.signals import FloatArray
+from draftdial.envs.acceptance import AcceptanceBank, walk_statistics
+from draftdial.envs.closed_loop import ClosedLoop, ConstantLoad
+from draftdial.envs.open_loop import MarkovModulated, OpenLoop, Poisson, Swings
+from draftdial.envs.simulated_engine import ServerOptions
+from draftdial.envs.workload import DomainSwitches, RequestList, as_lengths
+
+Mode = Literal["closed", "open"]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """The law of the episodes one training run sees. Episodes never repeat a load or an order of domains."""
+
+    mode: Mode = "closed"
+    """`closed`: a concurrency that holds or jumps. `open`: arrivals that burst or swing."""
+    low: int = 1
+    """Least concurrency of a closed loop."""
+    high: int = 256
+    """Largest concurrency of a closed loop."""
+    utilisation_low: float = 0.3
+    """Least share of the server's capacity that an open loop asks for."""
+    utilisation_high: float = 0.95
+    """Largest share."""
+    lengths: str = "general"
+    """Length model of the requests; see docs/workloads.md."""
+    rounds: int = 512
+    """Decode rounds of an episode; it is cut there, not ended."""
+
+    @property
+    def max_requests(self) -> int:
+        """No episode has more requests than this."""
+        if self.mode == "open":
+            # A round admits a few requests at most; the list must outlast the episode.
+            return 2 * self.rounds + 200
+        return self._outlasting(self.high, as_lengths(self.lengths).mean_output_tokens)
+
+    def _outlasting(self, concurrency: int, mean_output_tokens: float) -> int:
+        """Requests that last for an episode of rounds that commit 6 tokens per request."""
+        return int(1.3 * 6 * self.rounds * concurrency / mean_output_tokens) + 6 * concurrency + 20
+
+    def draw(self, seed: int, num_domains: int, capacity: FloatArray) -> RequestList:
+        """The requests of one episode.
+
+        Args:
+            seed: Non-negative; everything follows from it.
+            num_domains: Domains the acceptance bank has.
+            capacity: Shape `(num_domains,)`: requests per second the server can finish in each domain.
+        """
+        rng = np.random.default_rng([seed, 7201])
+        chosen = rng.permutation(num_domains)[: rng.integers(2, 6)]
+        lengths = as_lengths(self.lengths)
+        if self.mode == "open":
+            share = rng.uniform(self.utilisation_low, self.utilisation_high)
+            rate = float(share / np.mean(1.0 / capacity[chosen]))
+            arrivals = (Poisson(rate), MarkovModulated(rate, 4.0, 20.0, 7.0), Swings(rate, 4.0, 10.0))
+            num_requests = self.max_requests
+            period = max(2, num_requests // 12)
+            domains = DomainSwitches(tuple(chosen.tolist()), period, 3 * period)
+            process = arrivals[rng.integers(len(arrivals))]
+            return OpenLoop("training", process, num_requests, domains, lengths).requests(seed)
+        concurrency = int(np.exp(rng.uniform(np.log(self.low), np.log(self.high + 1))))
+        # Most episodes are shorter than the domain switches of a test; these come within an episode.
+        domains = DomainSwitches(tuple(chosen.tolist()), max(2, concurrency), 6 * concurrency + 2)
+        load = ConstantLoad(concurrency, self._outlasting(concurrency, lengths.mean_output_tokens))
+        requests = ClosedLoop("training", load, domains, lengths).requests(seed)
+        if rng.random() < 0.5:
+            # The load jumps once or twice: C, another C, and back.
+            other = int(np.exp(rng.uniform(np.log(self.low), np.log(self.high + 1))))
+            at = int(rng.integers(concurrency, 3 * concurrency + 3))
+            until = at + int(rng.integers(other, 3 * other + 3))
+            levels = requests.concurrency.copy()
+            levels[at:until] = other
+            requests = replace(requests, concurrency=levels)
+        return requests
+
+
+def par_s(
+    requests: RequestList, bank: AcceptanceBank, profile: CostProfile, options: ServerOptions
+) -> tuple[FloatArray, float]:
+    """Seconds one token of each request is worth, shape `(num_requests,)`, and the longest round at par.
+
+    The time a token takes at the best fixed k, given the request's domain and the concurrency it was
+    issued at: a function of the work alone, so that no action changes what a token earns. The sum over
+    a fixed list of requests is a constant, and rewarding `worth - time` is minimising time.
+    """
+    tokens = domain_tokens(bank, profile.tiers)
+    running = np.unique(requests.concurrency.astype(np.int64)) if requests.mode == "closed" else np.array([8])
+    context = int(requests.prompt_tokens.mean() + 0.5 * requests.output_tokens.mean())
+    round_s = profile.round_s(running, np.full(len(running), context), options.off_mode)
+    # (concurrency, domain): seconds per round over tokens per round at the best tier.
+    token_s = round_s[:, None, :] / (running[:, None, None] * tokens[None])
+    level = np.searchsorted(running, requests.concurrency) if requests.mode == "closed" else 0
+    par: FloatArray = token_s.min(axis=2)[level, requests.domain]
+    best_tier = token_s[-1].mean(axis=0).argmin()
+    return par, float(round_s[-1, best_tier])
+
+
+def domain_tokens(bank: AcceptanceBank, tiers: tuple[int, ...]) -> FloatArray:
+    """(num_domains, num_tiers): tokens a request commits per round when every round uses that tier."""
+    # By walking: rounds start right after a miss, so the mean over all positions would flatter.
+    return np.array(
+        [
+            [walk_statistics(bank, domain, k).accept_length if k else 1.0 for k in tiers]
+            for domain in range(len(bank.domain_names))
+        ]
+    )
