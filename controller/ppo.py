@@ -105,11 +105,22 @@ def _tanh_layers(num_inputs: int, width: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(num_inputs, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh())
 
 
+class _SharpLinear(nn.Linear):
+    """A linear layer whose output is multiplied by a constant."""
+
+    sharpness: float = 1.0
+
+    def forward(self, latent: torch.Tensor) -> torch.Tensor:
+        return super().forward(latent) * self.sharpness
+
+
 class AdvicePolicy(ActorCriticPolicy):
     """An actor that starts as goodput-greedy on the belief.
 
-    logits = W [hidden, advice] + b, where W starts at zero for the hidden units and at
-    `advice_weight` times the memories' `advice_shares` for the advice of each tier above 0.
+    logits = sharpness * (W [hidden, advice] + b), where W starts at zero for the hidden units and at
+    the memories' `advice_shares` for the advice of each tier above 0. The bracket is a predicted log
+    speed-up. `sharpness` keeps the sampled policy near its own argmax: a policy that samples freely
+    always has fresh evidence on deep drafts, and learns to rely on evidence that its argmax never gets.
     """
 
     def __init__(
@@ -119,12 +130,12 @@ class AdvicePolicy(ActorCriticPolicy):
         lr_schedule: Callable[[float], float],
         *,
         width: int = 64,
-        advice_weight: float = 20.0,
+        sharpness: float = 100.0,
         advice_shares: tuple[float, ...] = (1.0,),
         **kwargs: Any,
     ) -> None:
         self._width = width
-        self._advice_weight = advice_weight
+        self._sharpness = sharpness
         self._advice_shares = advice_shares
         super().__init__(observation_space, action_space, lr_schedule, **kwargs)
 
@@ -138,6 +149,10 @@ class AdvicePolicy(ActorCriticPolicy):
     def _build(self, lr_schedule: Callable[[float], float]) -> None:
         super()._build(lr_schedule)
         assert isinstance(self.action_net, nn.Linear)
+        sharp = _SharpLinear(self.action_net.in_features, self.action_net.out_features)
+        sharp.sharpness = self._sharpness
+        self.action_net = sharp
+        self.optimizer = self.optimizer_class(self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs)
         num_speculative = self.action_net.out_features - 1
         with torch.no_grad():
             self.action_net.weight.zero_()
@@ -145,19 +160,20 @@ class AdvicePolicy(ActorCriticPolicy):
             for memory, share in enumerate(self._advice_shares):
                 for tier in range(num_speculative):
                     column = self._width + memory * num_speculative + tier
-                    self.action_net.weight[tier + 1, column] = self._advice_weight * share
+                    self.action_net.weight[tier + 1, column] = share
 
 
 def network_of(policy: AdvicePolicy) -> Network:
     """The actor as the NumPy network that serving runs."""
     extractor: Any = policy.mlp_extractor
+    head: Any = policy.action_net
     hidden = extractor.policy_net
     tensors = {
         "hidden.0.weight": hidden[0].weight,
         "hidden.0.bias": hidden[0].bias,
         "hidden.1.weight": hidden[2].weight,
         "hidden.1.bias": hidden[2].bias,
-        "logits.weight": policy.action_net.weight,
-        "logits.bias": policy.action_net.bias,
+        "logits.weight": head.weight * head.sharpness,
+        "logits.bias": head.bias * head.sharpness,
     }
     return Network({name: value.detach().cpu().numpy().copy() for name, value in tensors.items()})

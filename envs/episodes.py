@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,13 +11,25 @@ from numpy.typing import NDArray
 from draftdial.controller.cost_profile import CostProfile
 from draftdial.controller.features import Features
 from draftdial.controller.greedy import GoodputGreedy
-from draftdial.controller.signals import FloatArray, IntArray
+from draftdial.controller.signals import FloatArray, IntArray, RoundOutcome
 from draftdial.envs.acceptance import AcceptanceSource
 from draftdial.envs.objectives import Latency, Objective, ObjectiveName, ServiceLevel, Throughput
 from draftdial.envs.profile_rows import ProfileRows
 from draftdial.envs.scenario import Scenario, domain_tokens, par_s
 from draftdial.envs.simulated_engine import ServerOptions, SimulatedEngine
 from draftdial.envs.workload import RequestList
+
+
+@dataclass(frozen=True)
+class EpisodeStep:
+    """What one round of every server did. Arrays have shape `(num_servers,)`."""
+
+    reward: FloatArray
+    elapsed_s: FloatArray
+    """From this decision to the next: round, switch, prefill and idle time."""
+    cut: NDArray[np.bool_]
+    """The episode is over, not by an end of its own: its value must be bootstrapped."""
+    outcomes: list[RoundOutcome]
 
 
 class Episodes:
@@ -66,7 +79,7 @@ class Episodes:
         lists = [self._draw(int(row), seed) for row, seed in zip(rows, seeds, strict=True)]
         worth = []
         for row, requests in zip(rows.tolist(), lists, strict=True):
-            par, self._round_s[row] = par_s(requests, self._bank, self.profiles[row], self.options[row])
+            par, self._round_s[row] = par_s(requests, self._tokens, self.profiles[row], self.options[row])
             worth.append(par)
         self.engine.replace(rows, lists, worth)
         self.features.reset_servers(rows)
@@ -86,22 +99,22 @@ class Episodes:
         gain_s = self.engine.expected_worth_s() - self.engine.round_s()
         return np.asarray(gain_s / self._round_s[:, None])
 
-    def advance(self, tier_index: IntArray) -> tuple[FloatArray, FloatArray, NDArray[np.bool_]]:
-        """Run one round at `tier_index`. Returns reward, elapsed seconds and whether the episode is cut.
+    def advance(self, tier_index: IntArray) -> EpisodeStep:
+        """Run one round at `tier_index`, shape `(num_servers,)`.
 
         Rewards are in units of the episode's longest round at par, so that light and heavy load weigh
-        alike. An episode has no end of its own: it is cut after `scenario.rounds` rounds, or when its
-        list of requests is served, and its value must be bootstrapped.
+        alike. An episode is cut after `scenario.rounds` rounds, or when its list of requests is served.
         """
         worth_s = self.engine.expected_worth_s()[self._rows, tier_index]
         self.features.chose(tier_index)
-        for outcome in self.engine.run_round(self._k[tier_index]):
+        outcomes = self.engine.run_round(self._k[tier_index])
+        for outcome in outcomes:
             self.features.observe(outcome)
         self.rounds_left -= 1
         servers = self.engine.servers
         cut = (self.rounds_left <= 0) | servers["done"]
         reward = self._objective.reward(self.engine, worth_s - servers["step_decode_s"])
-        return reward / self._round_s, servers["step_elapsed_s"].copy(), cut
+        return EpisodeStep(reward / self._round_s, servers["step_elapsed_s"].copy(), cut, outcomes)
 
     def _draw(self, row: int, seed: int) -> RequestList:
         profile, options = self.profiles[row], self.options[row]

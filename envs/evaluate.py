@@ -74,7 +74,7 @@ def metrics(results: EngineResults, ttft_limit_s: FloatArray, tpot_limit_s: Floa
         output_tok_s=results.window_tokens / results.window_s,
         slo_attainment=(met & results.counted).sum(axis=1) / num_requests,
         switches_per_1k_rounds=1e3 * results.switches / results.rounds,
-        wasted_draft_share=1.0 - results.accepted / np.maximum(results.drafted, 1),
+        wasted_draft_share=1.0 - results.accepted / np.where(results.drafted > 0, results.drafted, np.nan),
         rounds=results.rounds.astype(np.float64),
         num_requests=num_requests.astype(np.float64),
         tier_time_share=results.tier_time_s / results.tier_time_s.sum(axis=1, keepdims=True),

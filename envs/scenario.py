@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,15 +14,13 @@ from draftdial.envs.open_loop import MarkovModulated, OpenLoop, Poisson, Swings
 from draftdial.envs.simulated_engine import ServerOptions
 from draftdial.envs.workload import DomainSwitches, RequestList, as_lengths
 
-Mode = Literal["closed", "open"]
-
 
 @dataclass(frozen=True)
 class Scenario:
     """The law of the episodes one training run sees. Episodes never repeat a load or an order of domains."""
 
-    mode: Mode = "closed"
-    """`closed`: a concurrency that holds or jumps. `open`: arrivals that burst or swing."""
+    mode: str = "closed"
+    """`closed`: a concurrency, log-uniform over episodes. `open`: arrivals that burst or swing."""
     low: int = 1
     """Least concurrency of a closed loop."""
     high: int = 256
@@ -73,28 +70,19 @@ class Scenario:
         # Most episodes are shorter than the domain switches of a test; these come within an episode.
         domains = DomainSwitches(tuple(chosen.tolist()), max(2, concurrency), 6 * concurrency + 2)
         load = ConstantLoad(concurrency, self._outlasting(concurrency, lengths.mean_output_tokens))
-        requests = ClosedLoop("training", load, domains, lengths).requests(seed)
-        if rng.random() < 0.5:
-            # The load jumps once or twice: C, another C, and back.
-            other = int(np.exp(rng.uniform(np.log(self.low), np.log(self.high + 1))))
-            at = int(rng.integers(concurrency, 3 * concurrency + 3))
-            until = at + int(rng.integers(other, 3 * other + 3))
-            levels = requests.concurrency.copy()
-            levels[at:until] = other
-            requests = replace(requests, concurrency=levels)
-        return requests
+        return ClosedLoop("training", load, domains, lengths).requests(seed)
 
 
 def par_s(
-    requests: RequestList, bank: AcceptanceBank, profile: CostProfile, options: ServerOptions
+    requests: RequestList, tokens: FloatArray, profile: CostProfile, options: ServerOptions
 ) -> tuple[FloatArray, float]:
     """Seconds one token of each request is worth, shape `(num_requests,)`, and the longest round at par.
 
     The time a token takes at the best fixed k, given the request's domain and the concurrency it was
-    issued at: a function of the work alone, so that no action changes what a token earns. The sum over
-    a fixed list of requests is a constant, and rewarding `worth - time` is minimising time.
+    issued at (`tokens` are `domain_tokens`): a function of the work alone, so that no action changes
+    what a token earns. The sum over a fixed list of requests is a constant, and rewarding
+    `worth - time` is minimising time.
     """
-    tokens = domain_tokens(bank, profile.tiers)
     running = np.unique(requests.concurrency.astype(np.int64)) if requests.mode == "closed" else np.array([8])
     context = int(requests.prompt_tokens.mean() + 0.5 * requests.output_tokens.mean())
     round_s = profile.round_s(running, np.full(len(running), context), options.off_mode)

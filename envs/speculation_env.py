@@ -99,9 +99,9 @@ class SpeculationEnv(gym.Env[NDArray[np.float32], np.int64]):
         return self.episodes.observe()[0], {"elapsed_s": 0.0}
 
     def step(self, action: np.int64) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
-        reward, elapsed_s, cut = self.episodes.advance(np.array([action], np.int64))
-        info = {"elapsed_s": float(elapsed_s[0])}
-        return self.episodes.observe()[0], float(reward[0]), False, bool(cut[0]), info
+        step = self.episodes.advance(np.array([action], np.int64))
+        info = {"elapsed_s": float(step.elapsed_s[0])}
+        return self.episodes.observe()[0], float(step.reward[0]), False, bool(step.cut[0]), info
 
 
 def spaces_of(episodes: Episodes, num_hidden: int = 0) -> tuple[spaces.Box, spaces.Discrete]:

@@ -60,16 +60,17 @@ class SpeculationVectorEnv(gym.vector.VectorEnv[NDArray[np.float32], NDArray[np.
     ) -> tuple[
         NDArray[np.float32], NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]
     ]:
-        reward, elapsed_s, cut = self.episodes.advance(actions)
+        step = self.episodes.advance(actions)
+        cut = step.cut
         observation = self._observe()
-        infos: dict[str, Any] = {"elapsed_s": elapsed_s}
+        infos: dict[str, Any] = {"elapsed_s": step.elapsed_s}
         if cut.any():
             rows = np.flatnonzero(cut)
             infos |= {"final_obs": observation, "_final_obs": cut}
             self.episodes.begin(rows, range(self._next_seed, self._next_seed + len(rows)))
             self._next_seed += len(rows)
             observation = self._observe()
-        return observation, reward, np.zeros(self.num_envs, np.bool_), cut, infos
+        return observation, step.reward, np.zeros(self.num_envs, np.bool_), cut, infos
 
     def _observe(self) -> NDArray[np.float32]:
         observation = self.episodes.observe()

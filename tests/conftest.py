@@ -35,7 +35,7 @@ def _round_ms(row: str, batch: int) -> float:
 
 @pytest.fixture(scope="session")
 def make_profile() -> Callable[..., CostProfile]:
-    """Profiles with `_round_ms` at batches 1, 2 and 4, `ms_per_token` of context on top.
+    """Profiles with `_round_ms` at batches 1, 2 and 4, `ms_per_token` for context beyond `least_context`.
 
     Prefill takes 5 ms up to 100 tokens and 0.04 ms for each one more unless `prefill_ms` gives other
     knots; so two batches cost more than one.
@@ -45,6 +45,7 @@ def make_profile() -> Callable[..., CostProfile]:
         tiers: Sequence[int] = (0, 1, 3),
         *,
         ms_per_token: float = 0.0,
+        least_context: int = 0,
         switch_ms: float = 0.0,
         max_running: int = 8,
         kv_pool_tokens: int = 1_000_000,
@@ -85,7 +86,7 @@ def make_profile() -> Callable[..., CostProfile]:
                     "cells": [
                         {
                             "batch": batch,
-                            "context_tokens": [0, 1000],
+                            "context_tokens": [least_context, least_context + 1000],
                             "round_ms": [_round_ms(row, batch), _round_ms(row, batch) + 1000 * ms_per_token],
                         }
                         for batch in (1, 2, 4)

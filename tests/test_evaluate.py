@@ -196,6 +196,7 @@ def test_a_run_shows_the_policy_every_outcome_once(make_cell: Factory) -> None:
             ]
             expected = [(i, k, active) for i, (_, active, _, _, k, _) in enumerate(rounds)]
             late = lag - 1
+            assert all(o.round_id[s] == -1 for o in policy.outcomes[len(rounds) :])
             assert seen == [(-1, 0, 0)] * late + expected[: len(expected) - late]
 
 

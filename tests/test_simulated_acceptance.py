@@ -73,6 +73,36 @@ def test_expected_tokens_are_the_mean_of_what_comes(
         assert (np.abs(error) <= 4 * spread).all() and (spread[1:] < 0.03).all()
 
 
+@pytest.mark.parametrize("off_mode", ["warm", "skip"])
+def test_worth_weighs_the_expected_tokens_of_each_request(
+    off_mode: str, make_profile: Factory, make_bank: Factory, make_requests: Factory
+) -> None:
+    rng = np.random.default_rng(9)
+    bank = make_bank({"a": [rng.integers(0, 9, 50) for _ in range(9)]})
+    requests = make_requests(rng.integers(20, 60, 4), concurrency=4)
+    engine = SimulatedEngine([requests] * 3, bank, make_profile(TIERS), ServerOptions(off_mode))
+    par_s = rng.uniform(1e-3, 9e-3, 4)
+    engine.replace(np.arange(3), [requests] * 3, [np.ones(4), par_s, par_s * [1, 1, 0, 0]])
+    for _ in range(10):
+        worth, tokens = engine.expected_worth_s(), engine.expected_tokens()
+        np.testing.assert_allclose(worth[0], tokens[0], rtol=1e-12)
+        assert len(set(engine._sim.slots["request"][0, :4].tolist())) == 4
+        alone = []
+        for request in range(
+            4
+        ):  # the same rounds with one request worth a second a token, the others nothing
+            twin = SimulatedEngine([requests] * 3, bank, make_profile(TIERS), ServerOptions(off_mode))
+            twin.replace(np.arange(3), [requests] * 3, [np.eye(4)[request]] * 3)
+            for _ in range(int(engine.signals().round_id[0])):
+                twin.run_round(np.array([0, 0, 0]))
+            alone.append(twin.expected_worth_s()[0])
+        np.testing.assert_allclose(worth[1], par_s @ np.array(alone), rtol=1e-12)
+        np.testing.assert_allclose(worth[2], par_s[:2] @ np.array(alone)[:2], rtol=1e-12)
+        engine.run_round(np.array([0, 0, 0]))
+    engine.replace(np.arange(3), [requests] * 3)
+    assert (engine.expected_worth_s() == 0).all()  # the old list's par is gone
+
+
 def servers_with_gaps(
     gaps: IntArray, seeds: IntArray, make_profile: Factory, make_bank: Factory, make_requests: Factory
 ) -> SimulatedEngine:

@@ -101,6 +101,18 @@ def test_padding_staircase_and_eager_cliff_by_hand(
         assert 1e3 * engine.round_s()[:, tier] == pytest.approx(by_hand)
 
 
+def test_short_contexts_cost_a_fifth_of_the_first_measured_time_at_least(
+    make_profile: Factory, make_bank: Factory, make_requests: Factory
+) -> None:
+    profile = make_profile(ms_per_token=0.02, least_context=900)
+    other = make_profile(ms_per_token=0.02)
+    bank, requests = make_bank({"a": [[0]]}), make_requests([40] * 2, prompt_tokens=349, concurrency=2)
+    engine = SimulatedEngine([requests] * 2, bank, [profile, other])
+    # Straight on from 900 tokens down to 350 would be 11 ms less: 1, 3 and 7 ms at batch 2.
+    assert 1e3 * engine.round_s()[0] == pytest.approx([0.2 * 12, 3.0, 7.0])
+    assert 1e3 * engine.round_s()[1] == pytest.approx([12 + 7, 14 + 7, 18 + 7])
+
+
 def test_profiles_off_modes_and_options_of_one_engine_do_not_mix(
     make_profile: Factory, make_bank: Factory, make_requests: Factory
 ) -> None:

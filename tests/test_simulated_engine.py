@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from draftdial.controller.errors import UserError
 from draftdial.controller.signals import RoundOutcome
 from draftdial.envs.simulated_engine import ServerOptions, SimulatedEngine
 
@@ -282,3 +283,26 @@ def test_head_starts_do_not_outlive_their_list(
     assert (engine._sim.requests["head_start"][0] > 0).sum() > 1
     engine.replace(np.array([0]), [make_requests([90] * 5, concurrency=1)])
     assert (engine._sim.requests["head_start"][0, 1:] == 0).all()
+
+
+def test_requests_of_a_domain_without_acceptance_are_refused(
+    make_profile: Factory, make_bank: Factory, make_requests: Factory
+) -> None:
+    bank = make_bank({"a": [[0]], "b": [[1]]})
+    engine = SimulatedEngine([make_requests([5, 5], domain=[0, 1])], bank, make_profile())
+    with pytest.raises(UserError, match="domain 2; the acceptance source has domains 0 to 1"):
+        engine.replace(np.array([0]), [make_requests([5, 5], domain=[0, 2])])
+
+
+def test_tiers_that_no_bank_describes_are_refused(
+    make_profile: Factory, make_bank: Factory, make_requests: Factory
+) -> None:
+    with pytest.raises(UserError, match="profile tiny: tiers: 8; allowed: up to 7"):
+        SimulatedEngine([make_requests([5])], make_bank({"a": [[0]]}), make_profile((0, 1, 8)))
+
+
+def test_only_tiers_can_be_chosen(make_profile: Factory, make_bank: Factory, make_requests: Factory) -> None:
+    engine = SimulatedEngine([make_requests([5])] * 2, make_bank({"a": [[0]]}), make_profile((0, 1, 3)))
+    with pytest.raises(AssertionError, match=r"k must be one of \(0, 1, 3\)"):
+        engine.run_round(np.array([1, 2]))
+    assert (engine.signals().round_id == 0).all()

@@ -173,6 +173,7 @@ class SlowServer:
             if self.queue:
                 self.failed = True
                 return
+            self.ratio = 0.7
             self.spend(float(self.requests.arrival_s[self.started]) - self.clock_s)
 
     def arrive(self) -> None:
@@ -287,14 +288,14 @@ def test_the_compiled_simulator_is_the_slow_one(
     options = ServerOptions(off_mode, lag=lag, kv_pool_tokens=pool, max_running=8)
     lists = []
     for s in range(6):
-        n = 60
-        load: dict[str, Any] = {"concurrency": np.repeat(rng.integers(1, 12, 4), 15)}
+        n = 40
+        load: dict[str, Any] = {"concurrency": np.repeat(rng.integers(1, 12, 4), 10)}
         if s % 2:
             load = {"arrival_s": np.cumsum(rng.exponential((0.02, 0.1, 0.4)[s // 2], n))}
         prompts = rng.permutation(400)[:n] + 1  # all different: no ties in who is sent back
         lists.append(
             make_requests(
-                rng.integers(1, 80, n), prompt_tokens=prompts, domain=rng.integers(0, 3, n), seed=s, **load
+                rng.integers(1, 250, n), prompt_tokens=prompts, domain=rng.integers(0, 3, n), seed=s, **load
             )
         )
     engine = SimulatedEngine(lists, bank, profile, options)
@@ -306,6 +307,7 @@ def test_the_compiled_simulator_is_the_slow_one(
         tokens = engine.realised_tokens()
         for s in going:
             assert engine.servers["clock_s"][s] == pytest.approx(slow[s].clock_s, rel=1e-9)
+            assert engine.servers["new_token_ratio"][s] == pytest.approx(slow[s].ratio)
             seen = {name: float(getattr(signals, name)[s]) for name in slow[s].signals()}
             assert seen == pytest.approx(slow[s].signals()), s
             assert tokens[s].tolist() == slow[s].yields()

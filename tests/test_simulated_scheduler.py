@@ -46,7 +46,7 @@ def test_prefill_waits_for_a_free_row_in_order_of_arrival(
         [make_requests(outputs, prompt_tokens=20, concurrency=8)],
         make_bank({"a": [[0]]}),
         make_profile(max_running=3),
-        ServerOptions(lag=1),
+        ServerOptions(lag=1, max_running=5),  # more than the profile has prices for
     )
     signals, running, waiting = engine.signals(), [], []
     while not engine.servers["done"][0]:

@@ -1,0 +1,358 @@
+"""`draftdial compare`: policies against every rule worth comparing with, on the same simulated work."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, fields, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from draftdial.controller.comparison import CellData, PolicySeries, build, seeds_needed, to_json
+from draftdial.controller.cost_profile import CostProfile
+from draftdial.controller.errors import UserError
+from draftdial.controller.files import sha256_of
+from draftdial.controller.policy_card import canonical
+from draftdial.controller.policy_file import PolicyFile, read
+from draftdial.controller.report import Trace, print_report, write_report
+from draftdial.controller.sglang_rule import DEFAULT_CONFIG
+from draftdial.controller.tune import (
+    Bar,
+    Tuned,
+    add_setting,
+    cached_tune,
+    checked_jobs,
+    progress_bar,
+    threshold_grid,
+)
+from draftdial.envs.evaluate import Metrics
+from draftdial.envs.simulated_engine import ServerOptions
+from draftdial.envs.suite import (
+    FIRST_SEED,
+    SEEDS_PER_CELL,
+    Acceptance,
+    Cell,
+    Suite,
+    make_cells,
+    workload_sha256,
+)
+from draftdial.envs.trials import (
+    Batch,
+    Card,
+    Contender,
+    Exported,
+    NoSpeculation,
+    Recording,
+    Reference,
+    Rules,
+    Server,
+    Trial,
+    Workers,
+    deployed,
+    make_batches,
+    trials_of,
+)
+
+SEED_STEP = 8
+"""Seeds are added by this many, as the bounds move with every one."""
+
+Played = dict[Cell, dict[str, list[Metrics]]]
+"""By cell and name, a chunk of seeds at a time."""
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Everything that decides what a comparison finds."""
+
+    policies: Mapping[str, PolicyFile]
+    server: Server
+    workloads: tuple[str, ...]
+    acceptance: Acceptance
+    suite: Suite
+    against: tuple[str, ...] = ()
+    """Rivals by name; none means all of them."""
+
+
+def rivals(profile: CostProfile, tuned: Tuned) -> dict[str, Contender]:
+    """Every rival by its name in the table."""
+
+    def everywhere(card: Card) -> Contender:
+        return Rules({workload: (card,) for workload in tuned})
+
+    def at_its_best(rule: str) -> Contender:
+        return Rules({workload: (rules[rule]["card"],) for workload, rules in tuned.items()})
+
+    return {
+        "no-spec": NoSpeculation(),
+        "off": everywhere({"kind": "fixed", "k": profile.tiers[0]}),
+        **{f"fixed-{k}": everywhere({"kind": "fixed", "k": k}) for k in profile.tiers[1:]},
+        "threshold": at_its_best("threshold"),
+        "sglang-adaptive": everywhere({"kind": "sglang-adaptive", "config": DEFAULT_CONFIG}),
+        "sglang-adaptive-tuned": at_its_best("sglang-adaptive-tuned"),
+        "greedy": at_its_best("greedy"),
+        "bandit": everywhere({"kind": "bandit"}),
+        "informed": Reference("informed"),
+        "clairvoyant": Reference("clairvoyant"),
+    }
+
+
+def rival_names(profile: CostProfile) -> tuple[str, ...]:
+    """Names that `--against` takes."""
+    return tuple(rivals(profile, {}))
+
+
+class Scores:
+    """What every contender did in every cell, growing seed by seed."""
+
+    def __init__(self, cells: Sequence[Cell], server: Server) -> None:
+        self.cells = cells
+        self._server = server
+        self._chunks: Played = {cell: {} for cell in cells}
+        self._hindsight: Played = {cell: {} for cell in cells}
+
+    def play(
+        self,
+        seeds: Mapping[Cell, tuple[int, ...]],
+        field: Mapping[str, Contender],
+        hindsight: bool,
+        workers: Workers,
+        bar: Bar,
+    ) -> None:
+        """Run every contender of `field`, and with `hindsight` every threshold, on more seeds of cells."""
+        work: list[tuple[Sequence[str], Played, Trial]] = []
+        for batch in make_batches(seeds.items()):
+            work += [([n], self._chunks, Trial(n, contender, batch)) for n, contender in field.items()]
+            # At a constant load every threshold is a fixed k or off, and those are in the table.
+            if hindsight and not batch.cells[0].is_constant:
+                work += self._thresholds(batch)
+        bar.expect(len(work))
+        results = workers.run([trial for _, _, trial in work], self._server, bar.advance)
+        for (names, into, trial), variants in zip(work, results, strict=True):
+            for name, by_cell in zip(names, variants, strict=True):
+                for cell, metrics in zip(trial.batch.cells, by_cell, strict=True):
+                    into[cell].setdefault(name, []).append(metrics)
+        if hindsight:
+            for cell in filter(lambda cell: cell.is_constant, seeds):
+                self._hindsight[cell] = {"never": self._chunks[cell]["off"]}
+
+    def data(self) -> list[CellData]:
+        """The cells with all their seeds so far."""
+        profile, off_mode = self._server.profile, self._server.options.off_mode
+        return [
+            CellData(
+                profile.name, cell.workload, cell.load, cell.mode, off_mode, profile.tiers,
+                {name: _series(chunks) for name, chunks in self._chunks[cell].items()},
+                {name: _series(chunks) for name, chunks in self._hindsight[cell].items()},
+            )
+            for cell in self.cells
+        ]  # fmt: skip
+
+    def _thresholds(self, batch: Batch) -> list[tuple[Sequence[str], Played, Trial]]:
+        cards = threshold_grid(self._server.profile)
+        names = [f"{card['k']}@{card['batch']}" for card in cards]
+        trials = trials_of("hindsight", {cell.workload: cards for cell in batch.cells}, batch)
+        return [
+            (names[first : first + trial.contender.num_variants], self._hindsight, trial)
+            for first, trial in trials
+        ]
+
+
+def _series(chunks: Sequence[Metrics]) -> PolicySeries:
+    """One series of the metrics of several runs, each with other seeds."""
+    joined = {f.name: np.concatenate([getattr(chunk, f.name) for chunk in chunks]) for f in fields(Metrics)}
+    joined["n_requests"] = joined["num_requests"].astype(np.int64)
+    joined["rounds"] = joined["rounds"].astype(np.int64)
+    return PolicySeries(**{f.name: joined[f.name] for f in fields(PolicySeries)})
+
+
+def compare(
+    contest: Contest, workers: Workers, bar: Bar, tuned_path: Path | None = None
+) -> tuple[dict[str, Any], Trace]:
+    """The document `compare.json` and, for a picture, one run of the first policy.
+
+    `tuned_path` holds the tuned rules afterwards; they are taken from there if they fit.
+    """
+    server, suite, names = contest.server, contest.suite, list(contest.policies)
+    cells = make_cells(
+        contest.workloads, server.profile, server.options.off_mode, contest.acceptance, suite.report
+    )
+    recording = _record(cells, contest, workers)
+    tuned: Tuned = cached_tune(
+        tuned_path, server, contest.workloads, contest.acceptance, suite, workers, bar
+    )["rules"]
+    field: dict[str, Contender] = {name: Exported(file.data) for name, file in contest.policies.items()}
+    field |= {
+        name: rival
+        for name, rival in rivals(server.profile, tuned).items()
+        if name in contest.against or not contest.against
+    }
+
+    scores = Scores(cells, server)
+    counts = dict.fromkeys(cells, 0)
+    wanted = dict.fromkeys(cells, suite.report.seeds)
+    while wanted:
+        more = {cell: cell.seeds("reporting", n - counts[cell], counts[cell]) for cell, n in wanted.items()}
+        scores.play(more, field, not contest.against, workers, bar)
+        counts |= wanted
+        needed = seeds_needed(scores.data(), names)
+        rounded = [min(suite.max_seeds, SEED_STEP * -(-seeds // SEED_STEP)) for seeds in needed]
+        open_cells = zip(cells, needed, rounded, strict=True)
+        wanted = {cell: n for cell, least, n in open_cells if least > counts[cell] and n > counts[cell]}
+
+    document = build(
+        scores.data(),
+        names,
+        versions={**_versions(), "suite": suite.name},
+        hashes=_hashes(contest),
+        tuned_rules=tuned,
+        seed_ranges=_seed_ranges(cells, counts, suite),
+    )
+    return document, recording()
+
+
+def _record(cells: Sequence[Cell], contest: Contest, workers: Workers) -> _Recorded:
+    """Start one run of the first policy, where load varies most."""
+    cell = next((cell for cell in cells if not cell.is_constant), cells[0])
+    cell = next((cell for cell in cells if cell.workload == "drift5"), cell)
+    (name, file), *_ = contest.policies.items()
+    batch = Batch.of([(cell, cell.seeds("reporting", 1))])
+    future = workers.record(Trial(name, Exported(file.data), batch), contest.server)
+    load = "" if cell.load is None else f" at load {cell.load:g}"
+    return _Recorded(f"{name} on {contest.server.profile.name}, {cell.workload}{load}", future)
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    title: str
+    future: Future[Recording]
+
+    def __call__(self) -> Trace:
+        recording = self.future.result()
+        return Trace(self.title, recording.time_s, recording.k, recording.num_running)
+
+
+def _versions() -> dict[str, str]:
+    packages = ("draftdial", "numpy", "numba", "scipy")
+    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
+
+
+def _hashes(contest: Contest) -> dict[str, Any]:
+    profile = canonical(contest.server.profile.to_document()).encode()
+    return {
+        "policies": {name: sha256_of(file.data) for name, file in contest.policies.items()},
+        "profile": sha256_of(profile),
+        "workloads": {name: workload_sha256(name) for name in contest.workloads},
+        "acceptance": contest.acceptance.hashes or "fitted",
+    }
+
+
+def _seed_ranges(cells: Sequence[Cell], counts: Mapping[Cell, int], suite: Suite) -> dict[str, Any]:
+    """First and last seed by purpose and cell; checkpoints are chosen on seeds of a range of their own."""
+
+    def span(seeds: Sequence[int]) -> list[int]:
+        return [seeds[0], seeds[-1]]
+
+    return {
+        "checkpoint": [FIRST_SEED["checkpoint"], FIRST_SEED["reporting"] - 1],
+        "tuning": {_label(c): span(c.seeds("tuning", suite.tune.seeds)) for c in cells},
+        "reporting": {_label(c): span(c.seeds("reporting", counts[c])) for c in cells},
+    }
+
+
+def _label(cell: Cell) -> str:
+    return cell.workload if cell.load is None else f"{cell.workload} {cell.load:g}"
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `compare` to the commands."""
+    parser = subparsers.add_parser("compare", help="compare policy files with every rival, in simulation")
+    parser.add_argument("policy", nargs="+", type=Path, help="policy files, learned or rules")
+    add_setting(parser, None)
+    parser.add_argument("--against", nargs="+", metavar="RIVAL", help="rivals by name (default: all)")
+    parser.add_argument("--seeds", type=int, help="seeds a cell starts with (default: 6, with --full 16)")
+    parser.add_argument("--max-seeds", type=int, help="seeds a cell may grow to (default: 6, with --full 48)")
+    parser.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder for tables and plots")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare, print and write the report; 0, or a `UserError`."""
+    contest = contest_of(args)
+    with Workers(checked_jobs(args.jobs)) as workers, progress_bar() as bar:
+        document, trace = compare(contest, workers, bar, args.out / "tuned_rules.json")
+    paths = write_report(document, args.out, trace)
+    if args.json:
+        sys.stdout.write(to_json(document))
+        return 0
+    if contest.suite.name != "full":
+        print("short run: cells too short for most verdicts; --full runs the whole comparison\n")
+    print_report(document, sys.stdout)
+    print("\n" + "\n".join(map(str, paths)))
+    return 0
+
+
+def contest_of(args: argparse.Namespace) -> Contest:
+    """The comparison that the command line asks for; UserError where it cannot be had."""
+    files = _read_policies(args.policy)
+    server = _server_of(args, files)
+    for file in files.values():
+        _check_tiers(file, server)
+    against = tuple(args.against or ())
+    unknown = sorted(set(against) - set(rival_names(server.profile)))
+    if unknown:
+        allowed = ", ".join(rival_names(server.profile))
+        raise UserError(f"--against: found {unknown[0]}, allowed: {allowed}")
+    suite = Suite.load("full" if args.full else "demo")
+    seeds = suite.report.seeds if args.seeds is None else args.seeds
+    max_seeds = max(seeds, suite.max_seeds) if args.max_seeds is None else args.max_seeds
+    if not 2 <= seeds <= max_seeds <= SEEDS_PER_CELL:
+        raise UserError(
+            f"--seeds, --max-seeds: found {seeds}, {max_seeds}, allowed: 2 to {SEEDS_PER_CELL}, ascending"
+        )
+    suite = replace(suite, max_seeds=max_seeds, report=replace(suite.report, seeds=seeds))
+    workloads = tuple(args.workload or suite.workloads)
+    return Contest(files, server, workloads, Acceptance.parse(args.acceptance), suite, against)
+
+
+def _read_policies(paths: Sequence[Path]) -> dict[str, PolicyFile]:
+    """The files by their names in the table."""
+    names = ["learned"] if len(paths) == 1 else [f"learned:{path.stem}" for path in paths]
+    if len(set(names)) < len(names):
+        found = " ".join(map(str, paths))
+        raise UserError(f"policy files: found {found}, allowed: names that differ before the last dot")
+    return {name: read(path) for name, path in zip(names, paths, strict=True)}
+
+
+def _server_of(args: argparse.Namespace, files: Mapping[str, PolicyFile]) -> Server:
+    """The server the command line asks for, or the one that all files name."""
+    cards = [file.card for file in files.values()]
+    profiles = {card["cost_profile"]["sha256"] for card in cards}
+    off_modes = {card["off_mode"] for card in cards}
+    if args.profile is None and len(profiles) > 1:
+        raise UserError("--profile: found none, allowed: a profile, as the policy files name different ones")
+    if args.off_mode is None and len(off_modes) > 1:
+        raise UserError("--off-mode: found none, allowed: warm or skip, as the policy files differ")
+    (first, *_) = files.values()
+    profile = first.profile() if args.profile is None else CostProfile.load(args.profile)
+    options = ServerOptions(off_mode=args.off_mode or off_modes.pop(), lag=args.lag, mid_flight=True)
+    limits = next((card["limits"] for card in cards if card["kind"] == "learned"), None)
+    if limits is not None:
+        options = replace(options, ttft_limit_s=limits["ttft_s"], tpot_limit_s=limits["tpot_s"])
+    return Server(profile, options)
+
+
+def _check_tiers(file: PolicyFile, server: Server) -> None:
+    """UserError unless the policy can run on the server."""
+    own, built = file.card["tiers"], list(server.profile.tiers)
+    fits = own == built if file.card["kind"] == "learned" else set(own) <= set(built)
+    if not fits:
+        raise UserError(
+            f"{file.source}: tiers: found {own}, allowed: {built}, those of {server.profile.name}"
+        )
+    deployed(file, server)

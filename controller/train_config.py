@@ -1,0 +1,160 @@
+"""The configuration of a training run: one dataclass per group of conf/, checked when composed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_module
+from hydra.errors import HydraException
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from draftdial.controller.errors import UserError
+from draftdial.envs.scenario import Scenario
+
+
+@dataclass
+class ProfileConfig:
+    """Which servers are trained on."""
+
+    names: list[str] = MISSING
+    """Shipped profiles or paths; the first one goes into the policy file."""
+    num_random: int = MISSING
+    """Servers drawn around them in addition; 0 trains on the named ones alone."""
+
+
+@dataclass
+class AcceptanceConfig:
+    """How well the draft guesses."""
+
+    kind: str = MISSING
+    """`randomised`, `fitted` or `replayed`."""
+    domains: list[str] = MISSING
+    """fitted: names of shipped domains. replayed: paths of JSONL files."""
+    num_domains: int = MISSING
+    """randomised: domains drawn."""
+    num_arrays: int = MISSING
+    """Requests per domain in the pool that episodes draw from."""
+
+
+@dataclass
+class EngineConfig:
+    """How the server behaves; see ServerOptions."""
+
+    off_mode: str = MISSING
+    lag: int = MISSING
+    gap_floor: float = MISSING
+    ttft_limit_s: float = MISSING
+    tpot_limit_s: float = MISSING
+
+
+@dataclass
+class ObjectiveConfig:
+    """What is rewarded: `throughput`, `latency` or `slo`."""
+
+    name: str = MISSING
+
+
+@dataclass
+class PpoConfig:
+    """How the policy learns; conf/ppo/default.yaml says what each number means."""
+
+    total_rounds: int = MISSING
+    num_servers: int = MISSING
+    rounds_per_update: int = MISSING
+    batch_size: int = MISSING
+    num_epochs: int = MISSING
+    learning_rate: float = MISSING
+    gae_lambda: float = MISSING
+    clip_range: float = MISSING
+    tau_s: float = MISSING
+    sharpness: float = MISSING
+    width: int = MISSING
+    num_evaluations: int = MISSING
+    num_validation_episodes: int = MISSING
+
+
+@dataclass
+class TrainConfig:
+    """Everything a run depends on."""
+
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
+    scenario: Scenario = field(default_factory=Scenario)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    ppo: PpoConfig = field(default_factory=PpoConfig)
+    name: str = "learned"
+    seed: int = 0
+    resume: str | None = None
+
+
+def load_config(overrides: Sequence[str]) -> tuple[TrainConfig, str]:
+    """The configuration that `overrides` (Hydra syntax) make of conf/train.yaml, and its text.
+
+    Raises:
+        UserError: an override that Hydra refuses, an unknown key, or a value of the wrong kind.
+    """
+    try:
+        with initialize_config_module("draftdial.conf", version_base="1.3"):
+            composed = compose("train", overrides=list(overrides))
+        schema = OmegaConf.structured(TrainConfig)
+        OmegaConf.set_readonly(schema.scenario, False)  # frozen dataclasses start out read-only
+        merged = OmegaConf.merge(schema, composed)
+        config: Any = OmegaConf.to_object(merged)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(f"train: {' '.join(str(error).split())}") from None
+    _check(config)
+    return config, OmegaConf.to_yaml(merged)
+
+
+def _check(config: TrainConfig) -> None:
+    ppo, scenario = config.ppo, config.scenario
+    _one_of("objective.name", config.objective.name, ("throughput", "latency", "slo"))
+    _one_of("acceptance.kind", config.acceptance.kind, ("randomised", "fitted", "replayed"))
+    _one_of("engine.off_mode", config.engine.off_mode, ("warm", "skip"))
+    _one_of("engine.lag", config.engine.lag, (1, 2))
+    _one_of("scenario.mode", scenario.mode, ("closed", "open"))
+    if config.objective.name == "throughput" and scenario.mode == "open":
+        raise UserError(
+            "train: objective.name: throughput, which arrivals fix in scenario=open; allowed: latency, slo"
+        )
+    for name in ("total_rounds", "num_servers", "rounds_per_update", "batch_size", "num_epochs", "width"):
+        _at_least(f"ppo.{name}", getattr(ppo, name), 1)
+    _at_least("ppo.num_evaluations", ppo.num_evaluations, 1)
+    _at_least("ppo.num_validation_episodes", ppo.num_validation_episodes, 1)
+    _at_least("scenario.low", scenario.low, 1)
+    _at_least("scenario.high", scenario.high, scenario.low)
+    _at_least("scenario.rounds", scenario.rounds, 8)
+    _at_least("profile.num_random", config.profile.num_random, 0)
+    _at_least("seed", config.seed, 0)
+    for name in ("learning_rate", "tau_s", "sharpness", "clip_range"):
+        if not getattr(ppo, name) > 0:
+            raise UserError(f"train: ppo.{name}: {getattr(ppo, name)}; allowed: above 0")
+    if not 0 <= ppo.gae_lambda <= 1:
+        raise UserError(f"train: ppo.gae_lambda: {ppo.gae_lambda}; allowed: 0 to 1")
+    if not config.profile.names:
+        raise UserError("train: profile.names: empty; allowed: at least one profile")
+    if not 0 < scenario.utilisation_low <= scenario.utilisation_high:
+        raise UserError("train: scenario.utilisation_low: must be above 0 and at most utilisation_high")
+    if config.acceptance.kind == "randomised":
+        _at_least("acceptance.num_domains", config.acceptance.num_domains, 5)
+    elif not config.acceptance.domains:
+        raise UserError("train: acceptance.domains: empty; allowed: at least two domains")
+    if config.resume is not None and not Path(config.resume, "checkpoint.pt").is_file():
+        raise UserError(
+            f"train: resume: {config.resume} holds no checkpoint.pt; allowed: the folder of a run"
+        )
+
+
+def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise UserError(f"train: {name}: {value}; allowed: {', '.join(map(str, allowed))}")
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise UserError(f"train: {name}: {value}; allowed: {least} or more")
