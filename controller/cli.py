@@ -9,15 +9,17 @@ from collections.abc import Sequence
 
 from draftdial.controller.errors import UserError
 
-MODULES = {
-    "train": "draftdial.controller.train",
-    "compare": "draftdial.controller.compare",
-    "tune": "draftdial.controller.tune",
-    "inspect": "draftdial.controller.inspect_policy",
-    "export-rule": "draftdial.controller.export_rule",
-    "bench-sim": "draftdial.controller.bench_sim",
-    "demo": "draftdial.controller.demo",
+COMMANDS = {
+    "train": ("train", "train a policy by PPO and export it"),
+    "compare": ("compare", "compare policy files with every rival, in simulation"),
+    "tune": ("tune", "tune the rivals on training seeds"),
+    "inspect": ("inspect_policy", "print a policy file's card and a picture of its choices"),
+    "export-rule": ("export_rule", "write a rule as a policy file"),
+    "bench-sim": ("bench_sim", "time the simulator"),
+    "toy": ("toy", "compare the learner with an exact dynamic programme"),
+    "demo": ("demo", "train, export and compare"),
 }
+"""Module and summary; a module is imported only when called, as training needs more than inspecting."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,8 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     called = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
-        for command in [called] if called in MODULES else MODULES:
-            importlib.import_module(MODULES[command]).add_parser(subparsers)
+        if called in COMMANDS:
+            importlib.import_module(f"draftdial.controller.{COMMANDS[called][0]}").add_parser(subparsers)
+        else:
+            for command, (_, summary) in COMMANDS.items():
+                subparsers.add_parser(command, help=summary)
         args = parser.parse_args(arguments)
         status: int = args.run(args)
         return status

@@ -284,6 +284,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Compare, print and write the report; 0, or a `UserError`."""
     contest = contest_of(args)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out: found {args.out}, allowed: a folder ({error.strerror})") from None
     with Workers(checked_jobs(args.jobs)) as workers, progress_bar() as bar:
         document, trace = compare(contest, workers, bar, args.out / "tuned_rules.json")
     paths = write_report(document, args.out, trace)
@@ -317,6 +321,8 @@ def contest_of(args: argparse.Namespace) -> Contest:
         )
     suite = replace(suite, max_seeds=max_seeds, report=replace(suite.report, seeds=seeds))
     workloads = tuple(args.workload or suite.workloads)
+    for workload in workloads:
+        workload_sha256(workload)
     return Contest(files, server, workloads, Acceptance.parse(args.acceptance), suite, against)
 
 

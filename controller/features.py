@@ -131,7 +131,7 @@ class Features:
         self._trend = np.zeros(num_servers)
         self._token_s = np.zeros(num_servers)
         self._observation: NDArray[np.float32] = np.zeros((num_servers, len(self.table)), np.float32)
-        self._round_id = np.zeros(num_servers, np.int64)
+        self._round_id = np.full(num_servers, -1, np.int64)
         self._accept_length = np.ones(num_servers)
 
     def reset_servers(self, servers: IntArray) -> None:
@@ -147,6 +147,7 @@ class Features:
         ):
             array[servers] = 0
         self._accept_length[servers] = 1.0
+        self._round_id[servers] = -1
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Learn from a finished round."""
@@ -157,15 +158,19 @@ class Features:
         self._accept_length[seen] = 1.0 + accepted[seen] / num_requests[seen]
 
     def compute(self, signals: RoundSignals) -> NDArray[np.float32]:
-        """The observation before the coming round; the next call overwrites it."""
+        """The observation before the coming round; the next call overwrites it.
+
+        Asked again before the same round, a server gets the same answer.
+        """
         running = np.maximum(signals.num_running, 1)
+        is_new = signals.round_id != self._round_id
         self._round_id = signals.round_id.copy()
         self.round_s = self.profile.round_s(running, signals.mean_context_tokens, self.off_mode)
-        self._clock_s += self.profile.prefill_s(signals.num_prefill_tokens, self.off_mode)
+        self._clock_s += is_new * self.profile.prefill_s(signals.num_prefill_tokens, self.off_mode)
         self._clock_at_round[self._rows, signals.round_id % CLOCK_ROUNDS] = self._clock_s
         ago = np.minimum(signals.oldest_wait_rounds, CLOCK_ROUNDS - 1)
         waited_s = self._clock_s - self._clock_at_round[self._rows, (signals.round_id - ago) % CLOCK_ROUNDS]
-        self._trend += (1.0 - TREND_DECAY) * (signals.num_admitted - self._trend)
+        self._trend += is_new * (1.0 - TREND_DECAY) * (signals.num_admitted - self._trend)
 
         out = self._observation
         bucket = np.minimum(running, len(self._captured) - 1)

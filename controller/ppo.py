@@ -152,7 +152,8 @@ class AdvicePolicy(ActorCriticPolicy):
         sharp = _SharpLinear(self.action_net.in_features, self.action_net.out_features)
         sharp.sharpness = self._sharpness
         self.action_net = sharp
-        self.optimizer = self.optimizer_class(self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs)
+        optimizer: Any = self.optimizer_class
+        self.optimizer = optimizer(self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs)
         num_speculative = self.action_net.out_features - 1
         with torch.no_grad():
             self.action_net.weight.zero_()
@@ -163,8 +164,8 @@ class AdvicePolicy(ActorCriticPolicy):
                     self.action_net.weight[tier + 1, column] = share
 
 
-def network_of(policy: AdvicePolicy) -> Network:
-    """The actor as the NumPy network that serving runs."""
+def network_of(policy: ActorCriticPolicy) -> Network:
+    """The actor of an `AdvicePolicy` as the NumPy network that serving runs."""
     extractor: Any = policy.mlp_extractor
     head: Any = policy.action_net
     hidden = extractor.policy_net

@@ -50,10 +50,10 @@ class RunProgress:
         return max(self.evaluations, key=lambda evaluation: evaluation.score)
 
     def record(self) -> dict[str, Any]:
-        """Scores as JSON: mean reward per round on the validation episodes."""
+        """Scores as JSON."""
         best = self.best
         return {
-            "measure": "mean reward per round on validation episodes",
+            "measure": "mean reward per second on validation episodes",
             "rules": self.reference,
             "evaluations": [[e.num_rounds, e.score] for e in self.evaluations],
             "best": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,9 +107,22 @@ def load_config(overrides: Sequence[str]) -> tuple[TrainConfig, str]:
         merged = OmegaConf.merge(schema, composed)
         config: Any = OmegaConf.to_object(merged)
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(f"train: {' '.join(str(error).split())}") from None
+        raise UserError(f"train: {_one_line(str(error))}") from None
     _check(config)
     return config, OmegaConf.to_yaml(merged)
+
+
+def _one_line(message: str) -> str:
+    """Hydra's message without its search path, its type names and its advice to add keys."""
+    refused = re.search(r"Could not override '([^']*)\.([^'.]*)'", message)
+    if refused:
+        group, key = refused.groups()
+        fields_of: Any = getattr(TrainConfig(), group, None)
+        allowed = ", ".join(fields_of.__dataclass_fields__) if fields_of else "see conf/train.yaml"
+        return f"{group}.{key}: no such key; allowed: {allowed}"
+    key_of = re.search(r"full_key: (\S+)", message)
+    kept = re.split(r"\s*(?:full_key:|Config search path:|To append to your config)", message)[0]
+    return " ".join(f"{key_of.group(1) + ': ' if key_of else ''}{kept}".split())
 
 
 def _check(config: TrainConfig) -> None:
@@ -118,9 +132,10 @@ def _check(config: TrainConfig) -> None:
     _one_of("engine.off_mode", config.engine.off_mode, ("warm", "skip"))
     _one_of("engine.lag", config.engine.lag, (1, 2))
     _one_of("scenario.mode", scenario.mode, ("closed", "open"))
-    if config.objective.name == "throughput" and scenario.mode == "open":
+    if (config.objective.name == "throughput") != (scenario.mode == "closed"):
+        allowed = "throughput" if scenario.mode == "closed" else "latency, slo"
         raise UserError(
-            "train: objective.name: throughput, which arrivals fix in scenario=open; allowed: latency, slo"
+            f"train: objective.name: {config.objective.name}; allowed in {scenario.mode} loop: {allowed}"
         )
     for name in ("total_rounds", "num_servers", "rounds_per_update", "batch_size", "num_epochs", "width"):
         _at_least(f"ppo.{name}", getattr(ppo, name), 1)

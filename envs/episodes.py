@@ -15,7 +15,7 @@ from draftdial.controller.signals import FloatArray, IntArray, RoundOutcome
 from draftdial.envs.acceptance import AcceptanceSource
 from draftdial.envs.objectives import Latency, Objective, ObjectiveName, ServiceLevel, Throughput
 from draftdial.envs.profile_rows import ProfileRows
-from draftdial.envs.scenario import Scenario, domain_tokens, par_s
+from draftdial.envs.scenario import Scenario, capacity_per_s, domain_tokens, par_s
 from draftdial.envs.simulated_engine import ServerOptions, SimulatedEngine
 from draftdial.envs.workload import RequestList
 
@@ -25,6 +25,9 @@ class EpisodeStep:
     """What one round of every server did. Arrays have shape `(num_servers,)`."""
 
     reward: FloatArray
+    """In units of `round_s`."""
+    round_s: FloatArray
+    """The longest round at par of the episode each row plays."""
     elapsed_s: FloatArray
     """From this decision to the next: round, switch, prefill and idle time."""
     cut: NDArray[np.bool_]
@@ -72,6 +75,7 @@ class Episodes:
         self._objective = self._make_objective(objective)
         self.rounds_left: IntArray = np.full(num_servers, scenario.rounds, np.int64)
         self._round_s = np.ones(num_servers)
+        self._worth: FloatArray | None = None
         self._rows = np.arange(num_servers)
 
     def begin(self, rows: IntArray, seeds: Sequence[int]) -> None:
@@ -82,6 +86,7 @@ class Episodes:
             par, self._round_s[row] = par_s(requests, self._tokens, self.profiles[row], self.options[row])
             worth.append(par)
         self.engine.replace(rows, lists, worth)
+        self._worth = None
         self.features.reset_servers(rows)
         self._objective.begin(self.engine, rows)
         self.rounds_left[rows] = self.scenario.rounds
@@ -96,8 +101,14 @@ class Episodes:
         Worth of the expected tokens minus time, in rounds of the episode. Training shows it to the
         critic alone (asymmetric actor-critic, Pinto et al. 2018).
         """
-        gain_s = self.engine.expected_worth_s() - self.engine.round_s()
+        gain_s = self._worth_s() - self.engine.round_s()
         return np.asarray(gain_s / self._round_s[:, None])
+
+    def _worth_s(self) -> FloatArray:
+        """(num_servers, num_tiers) `expected_worth_s` of the coming round, computed once a round."""
+        if self._worth is None:
+            self._worth = self.engine.expected_worth_s()
+        return self._worth
 
     def advance(self, tier_index: IntArray) -> EpisodeStep:
         """Run one round at `tier_index`, shape `(num_servers,)`.
@@ -105,23 +116,22 @@ class Episodes:
         Rewards are in units of the episode's longest round at par, so that light and heavy load weigh
         alike. An episode is cut after `scenario.rounds` rounds, or when its list of requests is served.
         """
-        worth_s = self.engine.expected_worth_s()[self._rows, tier_index]
+        worth_s = self._worth_s()[self._rows, tier_index]
+        self._worth = None
         self.features.chose(tier_index)
         outcomes = self.engine.run_round(self._k[tier_index])
         for outcome in outcomes:
             self.features.observe(outcome)
         self.rounds_left -= 1
         servers = self.engine.servers
-        cut = (self.rounds_left <= 0) | servers["done"]
+        cut = (self.rounds_left <= 0) | servers["done"] | self._objective.exhausted(self.engine)
         reward = self._objective.reward(self.engine, worth_s - servers["step_decode_s"])
-        return EpisodeStep(reward / self._round_s, servers["step_elapsed_s"].copy(), cut, outcomes)
+        elapsed_s = servers["step_elapsed_s"].copy()
+        return EpisodeStep(reward / self._round_s, self._round_s, elapsed_s, cut, outcomes)
 
     def _draw(self, row: int, seed: int) -> RequestList:
         profile, options = self.profiles[row], self.options[row]
-        context = np.array([600])
-        batch = np.array([min(64, profile.max_running)])
-        round_s = profile.round_s(batch, context, options.off_mode)
-        capacity = (batch * self._tokens / round_s).max(axis=1) / 250.0
+        capacity = capacity_per_s(self._tokens, profile, options, self.scenario.lengths)
         return self.scenario.draw(seed, len(self._tokens), capacity)
 
     def _make_objective(self, name: ObjectiveName) -> Objective:

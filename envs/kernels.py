@@ -119,14 +119,46 @@ def _arrive(server, queue, requests):
 
 
 @njit(cache=True)
+def _charge(server, request):
+    if not request.charged:
+        request.charged = True
+        server.step_violations += 1
+
+
+@njit(cache=True)
+def _charge_decoding(server, request):
+    """Charge a request with a first token if it took too long, or its decoding already has."""
+    slow_start = request.first_token_s - request.arrived_s > server.ttft_limit_s
+    decoded = request.output_tokens - 1
+    if slow_start or server.clock_s - request.first_token_s > server.tpot_limit_s * decoded:
+        _charge(server, request)
+
+
+@njit(cache=True)
+def charge_violations(sim):
+    """Add to `step_violations` the requests whose TTFT or TPOT limit has passed, whether finished or not.
+
+    Charged when it passes, a violation cannot be put off by finishing late or not at all.
+    """
+    for s in range(sim.servers.shape[0]):
+        server = sim.servers[s]
+        queue = sim.queue[s]
+        for i in range(server.num_active):
+            _charge_decoding(server, sim.requests[s, sim.slots[s, i].request])
+        for i in range(server.num_waiting):
+            request = sim.requests[s, queue[(server.queue_head + i) % queue.shape[0]]]
+            if request.emitted == request.head_start:
+                if server.clock_s - request.arrived_s > server.ttft_limit_s:
+                    _charge(server, request)
+            else:
+                _charge_decoding(server, request)
+
+
+@njit(cache=True)
 def _finish(server, request, r):
     request.finish_s = server.clock_s
     server.requests_finished += 1
-    late = request.first_token_s - request.arrived_s > server.ttft_limit_s
-    decoded = request.output_tokens - 1
-    late |= request.finish_s - request.first_token_s > server.tpot_limit_s * decoded
-    if late:
-        server.step_violations += 1
+    _charge_decoding(server, request)
     if server.warmup <= r and r < server.num_requests - server.warmup:
         server.counted_finished += 1
         if server.counted_finished == server.num_requests - 2 * server.warmup:
@@ -395,29 +427,37 @@ def _decode(sim, s, k, counts):
     accepted = sim.accepted
     leaves_gap = k == 0 and server.off_is_stale
     tokens = np.int64(0)
-    before = server.num_active
-    i = 0
-    while i < server.num_active:
+    drafts = np.int64(0)
+    # Kept out of the record while the loop runs: the compiler cannot prove that slots do not alias it.
+    active = server.num_active
+    context_tokens = server.context_tokens
+    i = np.int64(0)
+    while i < active:
         slot = slots[i]
         n = min(k, np.int64(accepted[slot.position]))
         if n > 0 and slot.gap > 0:
             n = _survivors(server, slot, requests[slot.request].request_hash, n)
         counts[n] += 1
-        emitted = min(n + 1, np.int64(slot.remaining))
+        remaining = np.int64(slot.remaining)
+        emitted = min(n + 1, remaining)
         tokens += emitted
-        slot.remaining -= emitted
-        slot.context += emitted
-        slot.position += emitted
-        if slot.remaining == 0:
+        drafts += emitted - 1
+        if emitted == remaining:
+            context = slot.context + emitted
             if server.lag == 2:
                 server.num_ghosts += 1
-                server.ghost_tokens += slot.context
+                server.ghost_tokens += context
             else:
                 server.num_finished += 1
-            server.context_tokens -= slot.context - emitted
+            context_tokens -= slot.context
             _finish(server, requests[slot.request], np.int64(slot.request))
-            _drop_slot(server, slots, i)
+            active -= 1
+            slots[i] = slots[active]
             continue
+        slot.remaining = remaining - emitted
+        slot.context += emitted
+        slot.position += emitted
+        context_tokens += emitted
         if leaves_gap:
             slot.gap += emitted
         while slot.position >= slot.array_end:
@@ -426,10 +466,11 @@ def _decode(sim, s, k, counts):
             array = _array_of(sim, requests[slot.request], np.int64(slot.hop))
             slot.position = sim.array_start[array] + over
             slot.array_end = sim.array_start[array] + sim.array_length[array]
-        server.context_tokens += emitted
         i += 1
+    server.num_active = active
+    server.context_tokens = context_tokens
     server.remaining_tokens -= tokens
-    return tokens, tokens - before
+    return tokens, drafts
 
 
 @njit(cache=True)

@@ -94,6 +94,22 @@ def par_s(
     return par, float(round_s[-1, best_tier])
 
 
+def capacity_per_s(
+    tokens: FloatArray, profile: CostProfile, options: ServerOptions, lengths: str
+) -> FloatArray:
+    """(num_domains,) requests per second a full server finishes at its best fixed k, prefill included."""
+    model = as_lengths(lengths)
+    running = np.array([min(options.max_running or profile.max_running, profile.max_running)])
+    context = np.array([model.mean_prompt_tokens + 0.5 * model.mean_output_tokens])
+    running = np.minimum(running, int(profile.kv_pool_tokens / (2 * context[0])))
+    round_s = profile.round_s(running, context.astype(np.int64), options.off_mode)
+    decode_s = (round_s / (running * tokens)).min(axis=1) * model.mean_output_tokens
+    chunk = profile.chunked_prefill_tokens
+    prefill_s = float(profile.prefill_s(chunk, options.off_mode)) / chunk * model.mean_prompt_tokens
+    capacity: FloatArray = 1.0 / (decode_s + prefill_s)
+    return capacity
+
+
 def domain_tokens(bank: AcceptanceBank, tiers: tuple[int, ...]) -> FloatArray:
     """(num_domains, num_tiers): tokens a request commits per round when every round uses that tier."""
     # By walking: rounds start right after a miss, so the mean over all positions would flatter.

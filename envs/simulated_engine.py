@@ -187,6 +187,12 @@ class SimulatedEngine:
         kernels.expected_worth(self._sim, into)
         return into
 
+    def violations(self) -> IntArray:
+        """(num_servers,) requests whose TTFT or TPOT limit passed in the last round, each told once."""
+        kernels.charge_violations(self._sim)
+        violations: IntArray = self._sim.servers["step_violations"]
+        return violations
+
     def results(self) -> EngineResults:
         """Copies of the per-request times and the window totals so far."""
         servers, requests = self._sim.servers, self._sim.requests
@@ -268,6 +274,7 @@ class SimulatedEngine:
         servers["new_token_ratio"][rows] = kernels.NEW_TOKEN_RATIO_START
         for name in ("arrived_s", "first_token_s", "finish_s"):
             self._sim.requests[name][rows] = np.nan
+        self._sim.requests["charged"][rows] = False
         for array in (self._sim.outcome_counts, self._sim.pending_counts, self._sim.window_tier_s):
             array[rows] = 0
         kernels.start(self._sim, rows)

@@ -67,7 +67,7 @@ SERVER = np.dtype(
         ("step_elapsed_s", np.float64),  # decode, switch, prefill and idle time
         ("step_tokens", np.int64),
         ("step_in_system_s", np.float64),  # integral of the requests in the system
-        ("step_violations", np.int64),  # requests that finished outside the TTFT or TPOT limit
+        ("step_violations", np.int64),  # requests found outside their TTFT or TPOT limit
         # The statistics window: from the arrival of the first counted request to the finish of the last.
         ("window_open", np.bool_),
         ("window_start_s", np.float64),
@@ -91,6 +91,7 @@ REQUEST = np.dtype(
         ("domain", np.int32),
         ("request_hash", np.uint64),
         ("par_s", np.float64),  # rewards: seconds a token of this request is worth (see scenario.par_s)
+        ("charged", np.bool_),  # rewards: it has been counted as outside its limits
         ("head_start", np.int32),  # output tokens it already has when it arrives
         ("emitted", np.int32),  # output tokens it had when it last left the batch
         ("arrived_round", np.int64),

@@ -159,10 +159,14 @@ def build_world(rows: Sequence[tuple[Cell, int]]) -> tuple[list[RequestList], Ac
 
 
 def workload_sha256(name: str) -> str:
-    """SHA-256 of the file that defines a workload: its YAML, or the trace itself."""
-    if name.startswith(TRACE):
-        return sha256_of(Path(name.removeprefix(TRACE)).read_bytes())
-    return sha256_of(_workload_text(name).encode())
+    """SHA-256 of the file behind a workload: its YAML, or the trace itself; UserError if there is none."""
+    if not name.startswith(TRACE):
+        return sha256_of(_workload_text(name).encode())
+    path = Path(name.removeprefix(TRACE))
+    try:
+        return sha256_of(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def make_cells(

@@ -165,6 +165,7 @@ def test_json_is_all_that_is_printed(
     [
         (["--profile", "h300"], "profile: found h300, allowed: h100-llama3-8b"),
         (["--workload", "nothing"], "workload: found nothing; allowed: chat"),
+        (["--workload", "trace:gone.csv"], "gone.csv: cannot be read"),
         (["--jobs", "0"], "--jobs: found 0, allowed: 1 or more"),
         (["--acceptance", "gone.jsonl"], "gone.jsonl"),
     ],
