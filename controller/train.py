@@ -19,6 +19,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import configure
 
 from draftdial.controller.cost_profile import CostProfile
+from draftdial.controller.errors import UserError
 from draftdial.controller.features import HALF_LIVES_SAMPLES, Features
 from draftdial.controller.files import atomic_write, sha256_of
 from draftdial.controller.greedy import GoodputGreedy
@@ -30,7 +31,7 @@ from draftdial.controller.ppo import AdvicePolicy, SemiMarkovRolloutBuffer, netw
 from draftdial.controller.rules import FixedK
 from draftdial.controller.run_folder import RunProgress, load_checkpoint, save_checkpoint
 from draftdial.controller.train_config import TrainConfig, load_config
-from draftdial.controller.validation import Validation
+from draftdial.controller.validation import FIRST_SEED, Validation
 from draftdial.envs.acceptance import AcceptanceSource
 from draftdial.envs.episodes import Episodes
 from draftdial.envs.fitted_acceptance import FittedAcceptance, random_domains
@@ -42,7 +43,11 @@ from draftdial.envs.suite import workload_sha256
 from draftdial.envs.vector_env import Sb3VectorEnv, SpeculationVectorEnv
 
 PACKAGES = ("draftdial", "torch", "stable-baselines3", "gymnasium", "numpy", "numba", "hydra-core")
-TRAINING_SEED_STRIDE = 1_000
+TRAINING_FIRST_SEED = 10_000_000
+"""Training episodes have the seeds from here on: above those of tuning, validation and reports."""
+LEAST_RATE_SHARE = 0.05
+"""The learning rate falls linearly to this share: PPO's last update comes when nothing remains."""
+TRAINING_SEED_STRIDE = 1_000_000
 
 
 def main(overrides: Sequence[str], as_json: bool = False, folder: Path | None = None) -> Path:
@@ -54,13 +59,14 @@ def main(overrides: Sequence[str], as_json: bool = False, folder: Path | None = 
     config, text = load_config(overrides)
     torch.set_num_threads(1)  # the networks are small: more threads only wait for each other
     setup = _Setup(config)
-    folder = folder or Path("runs", *datetime.now().strftime("%Y-%m-%d/%H-%M-%S").split("/"))
-    folder.mkdir(parents=True, exist_ok=True)
     command = shlex.join(["draftdial", "train", *overrides])
+    training = Training(text, command, config.seed, setup.hashes, _versions())
+    folder = folder or Path("runs", *datetime.now().strftime("%Y-%m-%d/%H-%M-%S").split("/"))
+    run = _Run(config, setup, folder, training)
+    folder.mkdir(parents=True, exist_ok=True)
     atomic_write(folder / "config.yaml", text)
     atomic_write(folder / "command.txt", command + "\n")
     atomic_write(folder / "versions.json", json.dumps(_versions(), indent=1) + "\n")
-    run = _Run(config, setup, folder, Training(text, command, config.seed, setup.hashes, _versions()))
     run.learn()
     if as_json:
         print(json.dumps({"run_dir": str(folder), "policy": str(folder / "policy.safetensors")}))
@@ -76,6 +82,9 @@ class _Setup:
         rng = np.random.default_rng([config.seed, 7301])
         drawn = [random_profile(named[i % len(named)], rng) for i in range(config.profile.num_random)]
         self.profiles = [*named, *drawn]
+        if len({profile.tiers for profile in named}) > 1:
+            found = "; ".join(f"{profile.name} has {profile.tiers}" for profile in named)
+            raise UserError(f"train: profile.names: {found}; allowed: profiles with the same tiers")
         self.acceptance = self._source(np.random.default_rng([config.seed, 7302]))
         engine = config.engine
         self.options = ServerOptions(
@@ -89,6 +98,9 @@ class _Setup:
         self.hashes = {
             f"profile/{profile.name}": sha256_of(canonical(profile.document).encode()) for profile in named
         } | {"workload/drift5": workload_sha256("drift5")}
+        if config.acceptance.kind == "replayed":
+            for path in config.acceptance.domains:
+                self.hashes[f"acceptance/{Path(path).name}"] = sha256_of(Path(path).read_bytes())
 
     def episodes(self, num_servers: int, seed: int) -> Episodes:
         """Servers that take turns over the profiles."""
@@ -137,10 +149,13 @@ class _Run:
         self.config, self.setup, self.folder, self.training = config, setup, folder, training
         ppo = config.ppo
         self.model = _model(config, setup)
-        self.validation = Validation(lambda: setup.episodes(ppo.num_validation_episodes, config.seed + 500))
+        greedy = setup.greedy(ppo.num_validation_episodes)
+        self.validation = Validation(
+            setup.episodes(ppo.num_validation_episodes, FIRST_SEED + config.seed), greedy
+        )
         self.reference = {
             "off": self.validation.score(FixedK(setup.profiles[0].tiers, 0)),
-            "greedy": self.validation.score(setup.greedy(ppo.num_validation_episodes)),
+            "greedy": self.validation.score(greedy),
         }
         self.fallback, self.reference["threshold"] = self.validation.best_threshold()
         self.progress = RunProgress(self.reference)
@@ -161,11 +176,14 @@ class _Run:
                     self._evaluate()
             except KeyboardInterrupt:
                 print("draftdial train: interrupted; exporting the best policy so far", file=sys.stderr)
-        self._export()
+        self._save()
 
     def evaluate_and_save(self) -> None:
         """An evaluation on the way, and a checkpoint to go on from."""
         self._evaluate()
+        self._save()
+
+    def _save(self) -> None:
         save_checkpoint(self.folder, self.model, self.progress)
         self._export()
 
@@ -205,9 +223,9 @@ class _Evaluations(BaseCallback):
     def _on_step(self) -> bool:
         return True
 
-    def _on_rollout_end(self) -> None:
+    def _on_rollout_start(self) -> None:
         self._bar(self.num_timesteps)
-        if self.num_timesteps >= self._next and self.num_timesteps < self._run.config.ppo.total_rounds:
+        if self._next <= self.num_timesteps < self._run.config.ppo.total_rounds:
             self._next += self._interval
             self._run.evaluate_and_save()
 
@@ -215,16 +233,16 @@ class _Evaluations(BaseCallback):
 def _model(config: TrainConfig, setup: _Setup) -> PPO:
     ppo = config.ppo
     env = Sb3VectorEnv(SpeculationVectorEnv(setup.episodes(ppo.num_servers, config.seed), for_training=True))
-    env.seed(config.seed * TRAINING_SEED_STRIDE)
+    env.seed(TRAINING_FIRST_SEED + config.seed * TRAINING_SEED_STRIDE)
     shares = (0.2, 0.4, 0.3, 0.1)
     assert len(shares) == len(HALF_LIVES_SAMPLES)
     return PPO(
         AdvicePolicy,
         env,
         n_steps=ppo.rounds_per_update,
-        batch_size=ppo.batch_size,
+        batch_size=min(ppo.batch_size, ppo.num_servers * ppo.rounds_per_update),
         n_epochs=ppo.num_epochs,
-        learning_rate=lambda remaining: ppo.learning_rate * remaining,
+        learning_rate=lambda remaining: ppo.learning_rate * max(remaining, LEAST_RATE_SHARE),
         gamma=1.0,  # the buffer discounts by time
         gae_lambda=ppo.gae_lambda,
         clip_range=ppo.clip_range,

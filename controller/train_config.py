@@ -15,6 +15,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from draftdial.controller.errors import UserError
 from draftdial.envs.scenario import Scenario
+from draftdial.envs.workload import as_lengths
+
+MAX_SEED = 2**31 - 1
 
 
 @dataclass
@@ -93,18 +96,25 @@ class TrainConfig:
     resume: str | None = None
 
 
+GROUPS = ("profile", "acceptance", "scenario", "engine", "objective", "ppo", "experiment")
+
+
 def load_config(overrides: Sequence[str]) -> tuple[TrainConfig, str]:
     """The configuration that `overrides` (Hydra syntax) make of conf/train.yaml, and its text.
+
+    With `resume=RUN` they change the configuration of that run instead.
 
     Raises:
         UserError: an override that Hydra refuses, an unknown key, or a value of the wrong kind.
     """
+    for override in overrides:
+        if "=" not in override:
+            raise UserError(f"train: {override}: not an override; allowed: group.key=value or group=choice")
+        _check_key(override.split("=", 1)[0].lstrip("+"))
     try:
-        with initialize_config_module("draftdial.conf", version_base="1.3"):
-            composed = compose("train", overrides=list(overrides))
         schema = OmegaConf.structured(TrainConfig)
         OmegaConf.set_readonly(schema.scenario, False)  # frozen dataclasses start out read-only
-        merged = OmegaConf.merge(schema, composed)
+        merged = OmegaConf.merge(schema, _composed(list(overrides)))
         config: Any = OmegaConf.to_object(merged)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(f"train: {_one_line(str(error))}") from None
@@ -112,16 +122,37 @@ def load_config(overrides: Sequence[str]) -> tuple[TrainConfig, str]:
     return config, OmegaConf.to_yaml(merged)
 
 
+def _composed(overrides: list[str]) -> Any:
+    resumed = next((o.split("=", 1)[1] for o in overrides if o.startswith("resume=")), None)
+    if resumed is None or resumed == "null":
+        with initialize_config_module("draftdial.conf", version_base="1.3"):
+            return compose("train", overrides=overrides)
+    if not Path(resumed, "checkpoint.pt").is_file():
+        raise UserError(f"train: resume: {resumed} holds no checkpoint.pt; allowed: the folder of a run")
+    for override in overrides:
+        if override.split("=", 1)[0] in GROUPS:
+            raise UserError(f"train: {override}: a run resumes its own groups; allowed: group.key=value")
+    return OmegaConf.merge(OmegaConf.load(Path(resumed, "config.yaml")), OmegaConf.from_dotlist(overrides))
+
+
+def _check_key(key: str) -> None:
+    """Refuse a key that no group has; Hydra would advise to add it."""
+    group, _, name = key.partition(".")
+    top = TrainConfig.__dataclass_fields__
+    if group not in top and key not in GROUPS:
+        raise UserError(f"train: {key}: no such key; allowed: {', '.join([*top, 'experiment'])}")
+    if name:
+        keys = getattr(getattr(TrainConfig(), group), "__dataclass_fields__", {})
+        if name not in keys:
+            raise UserError(f"train: {key}: no such key; allowed: {', '.join(keys) or 'no keys below it'}")
+
+
 def _one_line(message: str) -> str:
     """Hydra's message without its search path, its type names and its advice to add keys."""
-    refused = re.search(r"Could not override '([^']*)\.([^'.]*)'", message)
-    if refused:
-        group, key = refused.groups()
-        fields_of: Any = getattr(TrainConfig(), group, None)
-        allowed = ", ".join(fields_of.__dataclass_fields__) if fields_of else "see conf/train.yaml"
-        return f"{group}.{key}: no such key; allowed: {allowed}"
     key_of = re.search(r"full_key: (\S+)", message)
-    kept = re.split(r"\s*(?:full_key:|Config search path:|To append to your config)", message)[0]
+    kept = re.split(r"\s*(?:full_key:|Config search path:|To append to your config|See https)", message)[0]
+    if "is not a ListConfig" in kept:
+        kept = "not a list; allowed: a list, as in profile.names=[h200-llama3-8b]"
     return " ".join(f"{key_of.group(1) + ': ' if key_of else ''}{kept}".split())
 
 
@@ -145,7 +176,24 @@ def _check(config: TrainConfig) -> None:
     _at_least("scenario.high", scenario.high, scenario.low)
     _at_least("scenario.rounds", scenario.rounds, 8)
     _at_least("profile.num_random", config.profile.num_random, 0)
-    _at_least("seed", config.seed, 0)
+    if not 0 <= config.seed <= MAX_SEED:
+        raise UserError(f"train: seed: {config.seed}; allowed: 0 or more, up to {MAX_SEED}")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", config.name):
+        raise UserError(f"train: name: {config.name}; allowed: letters, digits, '.', '_' and '-'")
+    if not 0 <= config.engine.gap_floor <= 1:
+        raise UserError(f"train: engine.gap_floor: {config.engine.gap_floor}; allowed: 0 to 1")
+    for name in ("ttft_limit_s", "tpot_limit_s"):
+        if not getattr(config.engine, name) > 0:
+            raise UserError(f"train: engine.{name}: {getattr(config.engine, name)}; allowed: above 0")
+    as_lengths(scenario.lengths)
+    per_update = ppo.num_servers * ppo.rounds_per_update
+    if per_update < 2:
+        raise UserError(f"train: ppo.num_servers: {ppo.num_servers}; allowed: two rounds or more per update")
+    if per_update % min(ppo.batch_size, per_update):
+        raise UserError(
+            f"train: ppo.batch_size: {ppo.batch_size}; allowed: a divisor of ppo.num_servers * "
+            f"ppo.rounds_per_update, which is {per_update}"
+        )
     for name in ("learning_rate", "tau_s", "sharpness", "clip_range"):
         if not getattr(ppo, name) > 0:
             raise UserError(f"train: ppo.{name}: {getattr(ppo, name)}; allowed: above 0")
@@ -159,10 +207,6 @@ def _check(config: TrainConfig) -> None:
         _at_least("acceptance.num_domains", config.acceptance.num_domains, 5)
     elif not config.acceptance.domains:
         raise UserError("train: acceptance.domains: empty; allowed: at least two domains")
-    if config.resume is not None and not Path(config.resume, "checkpoint.pt").is_file():
-        raise UserError(
-            f"train: resume: {config.resume} holds no checkpoint.pt; allowed: the folder of a run"
-        )
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:

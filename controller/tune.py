@@ -24,10 +24,11 @@ from draftdial.controller.greedy import GoodputGreedy
 from draftdial.controller.policy_card import canonical
 from draftdial.controller.sglang_rule import DEFAULT_CONFIG, tuning_grid
 from draftdial.controller.signals import FloatArray
+from draftdial.envs.contenders import Card, Server
 from draftdial.envs.evaluate import Metrics
 from draftdial.envs.simulated_engine import ServerOptions
 from draftdial.envs.suite import Acceptance, Cell, Suite, make_cells, workload_sha256
-from draftdial.envs.trials import Batch, Card, Server, Trial, Workers, make_batches, trials_of
+from draftdial.envs.trials import Batch, Trial, Workers, make_batches, trials_of
 
 SCHEMA = "draftdial.tune/1"
 HALF_LIVES_SAMPLES = (50.0, 150.0, 500.0, 1500.0)

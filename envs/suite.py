@@ -37,8 +37,10 @@ SATURATED = (128, 192, 256)
 """Concurrencies at which capacity is looked for; beyond them throughput no longer grows."""
 LOW_CONCURRENCY = 4
 """Rounds are short and noisy up to here, so cells get more of them."""
+NEARLY_BEST = 0.95
+"""A tier this fast compared with the best may be what a good policy uses; deeper ones need fewer rounds."""
 RESERVE = 1.05
-"""Lengths follow from the best fixed k; a policy that adapts within a domain needs a few rounds less."""
+"""A policy that adapts within a domain needs still fewer rounds."""
 TRACE = "trace:"
 
 
@@ -177,15 +179,15 @@ def make_cells(
     Closed loops are as long as the rounds of `extent` ask for, open loops arrive at their utilisation of the
     profile's capacity. Raises UserError for an unknown name, a file that cannot be read or a repetition.
     """
-    if len(set(workloads)) < len(workloads):
-        raise UserError(f"workload: found {' '.join(workloads)}; allowed: each workload once")
+    labels = [f"{TRACE}{Path(name).stem}" if name.startswith(TRACE) else name for name in workloads]
+    if len(set(labels)) < len(labels):
+        raise UserError(f"workload: found {' '.join(labels)}; allowed: each name once")
     cells = []
-    for index, name in enumerate(workloads):
+    for index, (name, label) in enumerate(zip(workloads, labels, strict=True)):
         content = _trace_content(name, index) if name.startswith(TRACE) else _yaml(_workload_text(name))
         names = _domain_names(content["parameters"])
         source, domains = acceptance.source(names)
         made = _Maker(content, profile, off_mode, source, domains, extent)
-        label = f"{TRACE}{Path(name).stem}" if name.startswith(TRACE) else name
         for place, (load, requests) in enumerate(made.workloads()):
             sample = requests.requests(CAPACITY_SEED)
             cells.append(
@@ -241,15 +243,16 @@ class _Maker:
         return [(load, arriving.at_rate(load * capacity)) for load in loads]
 
     def _closed_sizes(self, loads: Sequence[int], lengths: LengthModel) -> list[int]:
-        """Requests that last for the rounds of the extent at the tokens per round of the best fixed k."""
+        """Requests that last for the rounds of the extent whichever of the good tiers a policy uses."""
         bank = self.source.bank(CAPACITY_SEED)
         tokens = domain_tokens(bank, self.profile.tiers)[self.domains]
         context = int(lengths.mean_prompt_tokens + lengths.mean_output_tokens / 2)
         round_s = self.profile.round_s(np.array(loads), np.full(len(loads), context), self.off_mode)
         sizes = []
         for load, seconds in zip(loads, round_s, strict=True):
-            best = (tokens / seconds).argmax(axis=1)
-            tokens_per_round = 1 / np.mean(1 / tokens[np.arange(len(tokens)), best])
+            speed = tokens / seconds
+            good = speed >= NEARLY_BEST * speed.max(axis=1, keepdims=True)
+            tokens_per_round = 1 / np.mean(1 / np.where(good, tokens, 0.0).max(axis=1))
             low = load <= LOW_CONCURRENCY
             rounds = int(RESERVE * (self.extent.low_rounds if low else self.extent.high_rounds))
             counted = rounds * load * tokens_per_round / lengths.mean_output_tokens

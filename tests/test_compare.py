@@ -12,19 +12,21 @@ import numpy as np
 import pytest
 
 from draftdial.controller import compare as comparing
-from draftdial.controller.compare import Contest, compare, contest_of, rival_names
+from draftdial.controller.compare import Contest, compare, contest_of
 from draftdial.controller.comparison import validate
 from draftdial.controller.cost_profile import CostProfile
 from draftdial.controller.errors import UserError
 from draftdial.controller.policy_export import rule_file
 from draftdial.controller.policy_file import read, write
 from draftdial.controller.report import Trace
+from draftdial.controller.rivals import rival_names
 from draftdial.controller.rule_cards import rule_from_card
 from draftdial.controller.rules import Threshold
 from draftdial.controller.tune import progress_bar
+from draftdial.envs.contenders import Exported, Server
 from draftdial.envs.simulated_engine import ServerOptions
 from draftdial.envs.suite import Acceptance, Extent, Suite, make_cells
-from draftdial.envs.trials import Exported, Server, Trial, Workers, make_batches, run_trial
+from draftdial.envs.trials import Trial, Workers, make_batches, run_trial
 
 Document = dict[str, Any]
 TINY = Extent(seeds=2, low_rounds=60, high_rounds=5, switch_requests=10, open_requests=60, drift_share=0.01)

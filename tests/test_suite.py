@@ -206,7 +206,8 @@ def test_every_domain_of_the_shipped_workloads_is_fitted(all_cells: list[Cell]) 
     ("workloads", "acceptance", "complaint"),
     [
         (["chatt"], ["fitted"], "workload: found chatt; allowed: chat, drift5, good"),
-        (["chat", "chat"], ["fitted"], "each workload once"),
+        (["chat", "chat"], ["fitted"], "workload: found chat chat; allowed: each name once"),
+        (["trace:a/x.csv", "trace:b/x.csv"], ["fitted"], "found trace:x trace:x; allowed: each name once"),
         (["trace:nowhere.csv"], ["fitted"], "nowhere.csv: cannot be read"),
         (["chat"], ["nowhere.jsonl"], "nowhere.jsonl"),
         (["chat"], ["a=x.jsonl", "a=y.jsonl"], "one file per domain"),

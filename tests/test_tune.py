@@ -25,9 +25,10 @@ from draftdial.controller.tune import (
     threshold_grid,
     tune,
 )
+from draftdial.envs.contenders import Rules, Server
 from draftdial.envs.simulated_engine import ServerOptions
 from draftdial.envs.suite import Acceptance, Cell, Extent, Suite, make_cells
-from draftdial.envs.trials import Batch, Rules, Server, Trial, Workers, run_trial
+from draftdial.envs.trials import Batch, Trial, Workers, run_trial
 
 SHORT = Extent(
     seeds=2, low_rounds=200, high_rounds=40, switch_requests=10, open_requests=80, drift_share=0.01

@@ -1,0 +1,111 @@
+"""The `draftdial` command: help, exit codes, and one line for whatever was wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from draftdial.controller import cli
+from draftdial.controller.errors import UserError
+
+SCRIPT = str(Path(sys.executable).with_name("draftdial"))
+
+
+def test_the_console_script_helps() -> None:
+    done = subprocess.run([SCRIPT, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == ""
+    for command in cli.COMMANDS:
+        assert command in done.stdout
+
+
+def test_help_needs_nothing_but_the_core_installation() -> None:
+    heavy = (
+        "torch",
+        "stable_baselines3",
+        "gymnasium",
+        "numba",
+        "hydra",
+        "omegaconf",
+        "matplotlib",
+        "rich",
+        "scipy",
+    )
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({heavy}))\n"
+        "from draftdial.controller.cli import main\n"
+        "sys.exit(main(['--help']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and "train" in done.stdout, done.stderr
+
+
+def test_what_is_missing_is_named_with_the_line_that_installs_it() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from draftdial.controller.cli import main\n"
+        "sys.exit(main(['train']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == "draftdial: train needs torch: pip install 'draftdial[train]'\n"
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([command, "--help"])
+    assert stopped.value.code == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: draftdial {command}") and len(out.splitlines()) > 3
+
+
+@pytest.mark.parametrize("argv", [["fly"], [], ["--fly"], ["train", "--fly"], ["bench-sim", "extra"]])
+def test_a_wrong_command_line_is_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("draftdial: ") and err.count("\n") == 1
+    if argv == ["fly"]:
+        assert "fly" in err and all(command in err for command in cli.COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "says"),
+    [
+        (UserError("x.json: k: 9; allowed: 0 to 7"), 2, "draftdial: x.json: k: 9; allowed: 0 to 7\n"),
+        (
+            ModuleNotFoundError(name="rich"),
+            2,
+            "draftdial: train needs rich: pip install 'draftdial[train]'\n",
+        ),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_errors_become_exit_codes(
+    raised: BaseException,
+    status: int,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: object) -> int:
+        raise raised
+
+    from draftdial.controller import train
+
+    monkeypatch.setattr(train, "main", fail)
+    assert cli.main(["train"]) == status
+    assert capsys.readouterr().err == says
+
+
+def test_our_own_mistakes_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise ModuleNotFoundError(name="draftdial.controller.nothing")
+
+    from draftdial.controller import train
+
+    monkeypatch.setattr(train, "main", fail)
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["train"])
