@@ -119,8 +119,7 @@ class AdvicePolicy(ActorCriticPolicy):
 
     logits = sharpness * (W [hidden, advice] + b), where W starts at zero for the hidden units and at
     the memories' `advice_shares` for the advice of each tier above 0. The bracket is a predicted log
-    speed-up. `sharpness` keeps the sampled policy near its own argmax: a policy that samples freely
-    always has fresh evidence on deep drafts, and learns to rely on evidence that its argmax never gets.
+    speed-up; `sharpness` sets how freely tiers of nearly equal promise are sampled.
     """
 
     def __init__(
@@ -130,7 +129,7 @@ class AdvicePolicy(ActorCriticPolicy):
         lr_schedule: Callable[[float], float],
         *,
         width: int = 64,
-        sharpness: float = 100.0,
+        sharpness: float = 20.0,
         advice_shares: tuple[float, ...] = (1.0,),
         **kwargs: Any,
     ) -> None:

@@ -178,8 +178,8 @@ def _check(config: TrainConfig) -> None:
     _at_least("profile.num_random", config.profile.num_random, 0)
     if not 0 <= config.seed <= MAX_SEED:
         raise UserError(f"train: seed: {config.seed}; allowed: 0 or more, up to {MAX_SEED}")
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", config.name):
-        raise UserError(f"train: name: {config.name}; allowed: letters, digits, '.', '_' and '-'")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", config.name):
+        raise UserError(f"train: name: {config.name}; allowed: up to 64 letters, digits, '.', '_' and '-'")
     if not 0 <= config.engine.gap_floor <= 1:
         raise UserError(f"train: engine.gap_floor: {config.engine.gap_floor}; allowed: 0 to 1")
     for name in ("ttft_limit_s", "tpot_limit_s"):

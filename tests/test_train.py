@@ -203,37 +203,52 @@ def test_resuming_goes_on_counting_and_keeps_the_best(
     assert min(steps) == 2 * max(earlier), "the optimiser went on too"
 
 
+def test_a_resumed_run_keeps_its_configuration_but_for_what_is_said(trained: Path, tmp_path: Path) -> None:
+    folder = train.main([f"resume={trained}", "ppo.total_rounds=640"], folder=tmp_path / "run")
+    before, after = (OmegaConf.load(path / "config.yaml") for path in (trained, folder))
+    assert (after.ppo.total_rounds, after.resume) == (640, str(trained))
+    after.ppo.total_rounds, after.resume = before.ppo.total_rounds, before.resume
+    assert after == before
+    assert checkpoint(folder)["num_timesteps"] == 640
+
+
+def test_a_checkpoint_of_another_network_is_refused_in_one_line(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert draftdial(["train", f"resume={trained}", "ppo.width=16"]) == 2
+    assert draftdial(["train", f"resume={trained}", "profile=seeds-pcie"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 2 and "not a checkpoint of this configuration" in err and "profile" in err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_resuming_a_finished_run_trains_no_further(run: Run, trained: Path) -> None:
     again = run("seed=3", "name=tiny", f"resume={trained}")
     exported = [read(folder / "policy.safetensors").tensors for folder in (trained, again)]
     assert equal(exported[0], exported[1])
 
 
-@pytest.mark.parametrize("num_rollouts", [1, 3])
+@pytest.mark.parametrize("num_rounds", [8, 200, 384])
 def test_ctrl_c_exports_and_can_be_resumed(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], num_rollouts: int
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], num_rounds: int
 ) -> None:
-    calls = 0
-    real = train._Evaluations._on_rollout_end
-
-    def interrupted(self: Any) -> None:
-        nonlocal calls
-        calls += 1
-        real(self)
-        if calls == num_rollouts:
+    def interrupted(self: Any) -> bool:
+        if self.num_timesteps >= num_rounds:
             raise KeyboardInterrupt
+        return True
 
-    monkeypatch.setattr(train._Evaluations, "_on_rollout_end", interrupted)
+    monkeypatch.setattr(train._Evaluations, "_on_step", interrupted)
     folder = run()
     monkeypatch.undo()
     assert "interrupted" in capsys.readouterr().err
     assert load_policy(folder / "policy.safetensors").tiers == (0, 1, 2, 3, 5, 7)
     assert {path.name for path in folder.iterdir()} >= FILES
-    stopped = checkpoint(folder)["num_timesteps"]
-    assert stopped == 128 * num_rollouts
+    assert checkpoint(folder)["num_timesteps"] == num_rounds
     resumed = run(f"resume={folder}")
-    assert checkpoint(resumed)["num_timesteps"] == 512
-    assert [rounds for rounds, *_ in checkpoint(resumed)["evaluations"]][-1] == 512
+    assert checkpoint(resumed)["num_timesteps"] >= 512
+    evaluated = [rounds for rounds, *_ in checkpoint(resumed)["evaluations"]]
+    assert evaluated[0] == 0 and evaluated[-1] >= 512 and evaluated == sorted(evaluated)
 
 
 def test_json_prints_one_object_and_nothing_else(
