@@ -38,7 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = args.run(args)
         return status
     except UserError as error:
-        print(f"draftdial: {error}", file=sys.stderr)
+        print(f"draftdial: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"draftdial: {error.filename or called}: {error.strerror or error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("draftdial"):

@@ -129,7 +129,7 @@ class AdvicePolicy(ActorCriticPolicy):
         lr_schedule: Callable[[float], float],
         *,
         width: int = 64,
-        sharpness: float = 20.0,
+        sharpness: float = 200.0,
         advice_shares: tuple[float, ...] = (1.0,),
         **kwargs: Any,
     ) -> None:

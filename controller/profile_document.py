@@ -50,6 +50,8 @@ def parse_document(text: str, source: str) -> dict[str, Any]:
         raise UserError(
             f"{source}: line {error.lineno}, column {error.colno}: not JSON ({error.msg})"
         ) from None
+    except (ValueError, RecursionError):
+        raise UserError(f"{source}: not JSON that can be read: a number too long or lists too deep") from None
     check_document(document, source)
     checked: dict[str, Any] = document
     return checked

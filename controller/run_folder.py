@@ -117,13 +117,14 @@ def load_checkpoint(folder: Path, model: PPO, reference: Mapping[str, float]) ->
         state = torch.load(path, weights_only=True)
         model.policy.load_state_dict(state["policy"])
         model.policy.optimizer.load_state_dict(state["optimizer"])
+        num_timesteps, evaluations = state["num_timesteps"], state["evaluations"]
     except Exception as error:
         raise UserError(
             f"{path}: not a checkpoint of this configuration: {str(error).splitlines()[0]}"
         ) from None
-    model.num_timesteps = state["num_timesteps"]
+    model.num_timesteps = num_timesteps
     progress = RunProgress(reference)
-    for num_rounds, score, tensors in state["evaluations"]:
+    for num_rounds, score, tensors in evaluations:
         network = Network({name: np.asarray(value) for name, value in tensors.items()})
         progress.add(num_rounds, score, network)
     return progress

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_module
 from hydra.errors import HydraException
 from omegaconf import MISSING, OmegaConf
@@ -116,13 +118,14 @@ def load_config(overrides: Sequence[str]) -> tuple[TrainConfig, str]:
         OmegaConf.set_readonly(schema.scenario, False)  # frozen dataclasses start out read-only
         merged = OmegaConf.merge(schema, _composed(list(overrides)))
         config: Any = OmegaConf.to_object(merged)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise UserError(f"train: {_one_line(str(error))}") from None
     _check(config)
     return config, OmegaConf.to_yaml(merged)
 
 
 def _composed(overrides: list[str]) -> Any:
+    overrides = [override.lstrip("+") for override in overrides]
     resumed = next((o.split("=", 1)[1] for o in overrides if o.startswith("resume=")), None)
     if resumed is None or resumed == "null":
         with initialize_config_module("draftdial.conf", version_base="1.3"):
@@ -132,7 +135,13 @@ def _composed(overrides: list[str]) -> Any:
     for override in overrides:
         if override.split("=", 1)[0] in GROUPS:
             raise UserError(f"train: {override}: a run resumes its own groups; allowed: group.key=value")
-    return OmegaConf.merge(OmegaConf.load(Path(resumed, "config.yaml")), OmegaConf.from_dotlist(overrides))
+    try:
+        kept = OmegaConf.load(Path(resumed, "config.yaml"))
+    except (OSError, ValueError, yaml.YAMLError):
+        raise UserError(
+            f"train: resume: {resumed}/config.yaml cannot be read; allowed: the folder of a run"
+        ) from None
+    return OmegaConf.merge(kept, OmegaConf.from_dotlist(overrides))
 
 
 def _check_key(key: str) -> None:
@@ -183,8 +192,10 @@ def _check(config: TrainConfig) -> None:
     if not 0 <= config.engine.gap_floor <= 1:
         raise UserError(f"train: engine.gap_floor: {config.engine.gap_floor}; allowed: 0 to 1")
     for name in ("ttft_limit_s", "tpot_limit_s"):
-        if not getattr(config.engine, name) > 0:
-            raise UserError(f"train: engine.{name}: {getattr(config.engine, name)}; allowed: above 0")
+        if not 0 < getattr(config.engine, name) < 1e9:
+            raise UserError(
+                f"train: engine.{name}: {getattr(config.engine, name)}; allowed: above 0, below 1e9"
+            )
     as_lengths(scenario.lengths)
     per_update = ppo.num_servers * ppo.rounds_per_update
     if per_update < 2:
@@ -195,10 +206,11 @@ def _check(config: TrainConfig) -> None:
             f"ppo.rounds_per_update, which is {per_update}"
         )
     for name in ("learning_rate", "tau_s", "sharpness", "clip_range"):
-        if not getattr(ppo, name) > 0:
-            raise UserError(f"train: ppo.{name}: {getattr(ppo, name)}; allowed: above 0")
+        if not 0 < getattr(ppo, name) < math.inf:
+            raise UserError(f"train: ppo.{name}: {getattr(ppo, name)}; allowed: above 0 and finite")
     if not 0 <= ppo.gae_lambda <= 1:
         raise UserError(f"train: ppo.gae_lambda: {ppo.gae_lambda}; allowed: 0 to 1")
+    _at_least("acceptance.num_arrays", config.acceptance.num_arrays, 1)
     if not config.profile.names:
         raise UserError("train: profile.names: empty; allowed: at least one profile")
     if not 0 < scenario.utilisation_low <= scenario.utilisation_high:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from draftdial.controller.errors import UserError
 from draftdial.controller.policy import Policy
 from draftdial.controller.signals import FloatArray
 from draftdial.envs.simulated_engine import EngineResults, SimulatedEngine
@@ -42,7 +43,12 @@ def run(policy: Policy, engine: SimulatedEngine) -> EngineResults:
             policy.observe(outcome)
     results = engine.results()
     unfinished = np.isnan(results.finish_s) & results.counted
-    assert not results.failed.any() and not unfinished.any(), "a request was not served: the cell is void"
+    if results.failed.any() or unfinished.any():
+        row = int(np.flatnonzero(results.failed | unfinished.any(axis=1))[0])
+        raise UserError(
+            f"profile {engine.profiles[row].name}: kv_pool_tokens: too small for a request of the workload; "
+            "a cell in which a request is not served is void"
+        )
     return results
 
 

@@ -117,6 +117,8 @@ def _read_line(line: str, where: str) -> NDArray[np.uint8]:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise UserError(f"{where} column {error.colno}: not JSON ({error.msg})") from None
+    except (ValueError, RecursionError):
+        raise UserError(f"{where}: not JSON that can be read: a number too long or lists too deep") from None
     if not isinstance(record, dict):
         raise UserError(f"{where}: expected a JSON object with id, prompt_len, gen_len and acc")
     _require(isinstance(record.get("id"), str | int), where, "id", "a string or an integer", record.get("id"))

@@ -237,6 +237,11 @@ def _json_rows(path: Path, file: TextIO, layout: _Layout) -> Iterator[tuple[Any,
             raise UserError(
                 f"{path}, line {number}, column {error.colno}: {error.msg}; allowed: one JSON object a line"
             ) from None
+        except (ValueError, RecursionError):
+            raise UserError(
+                f"{path}, line {number}, column 1: a number too long or lists too deep; "
+                "allowed: one JSON object a line"
+            ) from None
         if not isinstance(request, dict):
             raise UserError(f"{path}, line {number}, column 1: allowed: one JSON object a line")
         yield tuple(

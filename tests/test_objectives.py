@@ -62,7 +62,7 @@ class FixedWork(Scenario):
     """Episodes that end with their list of requests, which would do for `work` rounds of the best case."""
 
     rounds: int = 10**9
-    work: int = 64
+    work: int = 48
 
     @property
     def max_requests(self) -> int:
@@ -198,17 +198,17 @@ def test_throughput_reward_ranks_policies_like_output_tokens_per_second(
     check_agreement(*score(scenario, "throughput", options, num_seeds))
 
 
-@pytest.mark.parametrize(("utilisation", "off_mode"), [(0.5, "warm"), (0.8, "warm"), (0.8, "skip")])
+@pytest.mark.parametrize(("utilisation", "off_mode"), [(0.5, "warm"), (0.8, "skip")])
 def test_latency_reward_ranks_policies_like_mean_end_to_end_latency(
     utilisation: float, off_mode: OffMode
 ) -> None:
-    check_agreement(*score(open_loop(utilisation), "latency", ServerOptions(off_mode=off_mode), num_seeds=16))
+    check_agreement(*score(open_loop(utilisation), "latency", ServerOptions(off_mode=off_mode), num_seeds=12))
 
 
-@pytest.mark.parametrize(("utilisation", "off_mode"), [(0.5, "warm"), (0.8, "warm"), (0.8, "skip")])
+@pytest.mark.parametrize(("utilisation", "off_mode"), [(0.5, "warm"), (0.8, "skip")])
 def test_slo_reward_ranks_policies_like_attainment(utilisation: float, off_mode: OffMode) -> None:
     options = ServerOptions(off_mode=off_mode, ttft_limit_s=0.5, tpot_limit_s=0.01)
-    check_agreement(*score(open_loop(utilisation), "slo", options, num_seeds=16))
+    check_agreement(*score(open_loop(utilisation), "slo", options, num_seeds=12))
 
 
 def open_loop(utilisation: float) -> Scenario:

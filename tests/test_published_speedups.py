@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from draftdial.controller.cost_profile import CostProfile
 from draftdial.controller.rules import FixedK
 from draftdial.envs.closed_loop import num_requests_for, stationary
