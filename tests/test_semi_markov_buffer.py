@@ -148,6 +148,7 @@ class ShortOrLong(VecEnv):
 
 
 def learner(buffer: type[RolloutBuffer], gamma: float, **buffer_kwargs: Any) -> PPO:
+    torch.set_num_threads(1)  # more would wait for each other
     env = ShortOrLong()
     if buffer is SemiMarkovRolloutBuffer:
         buffer_kwargs["env"] = env
