@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from draftdial.controller.errors import UserError
 from draftdial.controller.signals import IntArray, RoundOutcome, RoundSignals
 from draftdial.envs.evaluate import Metrics, evaluate, run
 from draftdial.envs.simulated_engine import ServerOptions, SimulatedEngine
@@ -209,5 +210,5 @@ def test_evaluations_repeat_to_the_bit(make_cell: Factory) -> None:
 
 def test_a_request_that_is_never_served_voids_the_cell(make_cell: Factory) -> None:
     engine = make_cell(kv_pool_tokens=250)
-    with pytest.raises(AssertionError, match="the cell is void"):
+    with pytest.raises(UserError, match="kv_pool_tokens"):
         evaluate(Recorder(engine, (0,)), engine)

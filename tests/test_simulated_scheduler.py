@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from draftdial.controller.errors import UserError
 from draftdial.envs.acceptance import AcceptanceBank
 from draftdial.envs.evaluate import run
 from draftdial.envs.simulated_engine import ServerOptions, SimulatedEngine
@@ -226,7 +227,7 @@ def test_a_request_the_pool_cannot_hold_voids_the_cell(
     if served:
         assert not run(policy, engine).failed.any()
     else:
-        with pytest.raises(AssertionError, match="not served"):
+        with pytest.raises(UserError, match="not served"):
             run(policy, engine)
         assert engine.servers["failed"][0]
 
