@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from stable_baselines3 import PPO
+from stable_baselines3.common.logger import Logger
 
 from draftdial.controller.errors import UserError
 from draftdial.controller.ppo import SemiMarkovRolloutBuffer
@@ -79,6 +80,7 @@ def train(queue: ToyQueue, seed: int, total_rounds: int = TOTAL_ROUNDS) -> IntAr
         seed=seed,
         device="cpu",
     )
+    model.set_logger(Logger(None, []))  # its default would leave a folder behind
     model.learn(total_rounds)
     with torch.no_grad():
         distribution: Any = model.policy.get_distribution(torch.as_tensor(env.observations)).distribution

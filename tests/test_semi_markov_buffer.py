@@ -12,6 +12,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from stable_baselines3 import PPO
 from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.vec_env import VecEnv
 
 from draftdial.controller.ppo import SemiMarkovRolloutBuffer
@@ -152,7 +153,7 @@ def learner(buffer: type[RolloutBuffer], gamma: float, **buffer_kwargs: Any) -> 
     env = ShortOrLong()
     if buffer is SemiMarkovRolloutBuffer:
         buffer_kwargs["env"] = env
-    return PPO(
+    model = PPO(
         "MlpPolicy",
         env,
         n_steps=25,
@@ -166,6 +167,8 @@ def learner(buffer: type[RolloutBuffer], gamma: float, **buffer_kwargs: Any) -> 
         seed=0,
         device="cpu",
     )
+    model.set_logger(Logger(None, []))
+    return model
 
 
 def test_ppo_hands_over_the_bootstrap_that_the_buffer_expects() -> None:
