@@ -16,9 +16,10 @@ from draftdial.controller.comparison import build, seeds_needed, to_json
 from draftdial.controller.cost_profile import CostProfile
 from draftdial.controller.errors import UserError
 from draftdial.controller.files import sha256_of
+from draftdial.controller.plots import Trace
 from draftdial.controller.policy_card import canonical
 from draftdial.controller.policy_file import PolicyFile, read
-from draftdial.controller.report import Trace, print_report, write_report
+from draftdial.controller.report import print_report, write_report
 from draftdial.controller.rivals import Scores, rival_names, rivals
 from draftdial.controller.tune import Bar, Tuned, add_setting, cached_tune, checked_jobs, progress_bar
 from draftdial.envs.contenders import Contender, Exported, Server, deployed

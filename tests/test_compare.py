@@ -13,12 +13,12 @@ import pytest
 
 from draftdial.controller import compare as comparing
 from draftdial.controller.compare import Contest, compare, contest_of
-from draftdial.controller.comparison import validate
+from draftdial.controller.comparison_schema import validate
 from draftdial.controller.cost_profile import CostProfile
 from draftdial.controller.errors import UserError
+from draftdial.controller.plots import Trace
 from draftdial.controller.policy_export import rule_file
 from draftdial.controller.policy_file import read, write
-from draftdial.controller.report import Trace
 from draftdial.controller.rivals import rival_names
 from draftdial.controller.rule_cards import rule_from_card
 from draftdial.controller.rules import Threshold

@@ -17,8 +17,8 @@ from draftdial.controller.comparison import (
     margin_of,
     seeds_needed,
     to_json,
-    validate,
 )
+from draftdial.controller.comparison_schema import validate
 from draftdial.controller.errors import UserError
 
 TIERS = (0, 1, 3)

@@ -13,17 +13,10 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from draftdial.controller.comparison import CellData, PolicySeries, build, validate
-from draftdial.controller.report import (
-    Trace,
-    csv_text,
-    gap_share,
-    load_plots,
-    print_report,
-    ratio_plot,
-    trace_plot,
-    write_report,
-)
+from draftdial.controller.comparison import CellData, PolicySeries, build
+from draftdial.controller.comparison_schema import validate
+from draftdial.controller.plots import Trace, load_plots, ratio_plot, trace_plot
+from draftdial.controller.report import csv_text, gap_share, print_report, write_report
 
 SEEDS = 8
 COSTS = {
