@@ -45,7 +45,7 @@ class Threshold:
     def __init__(self, tiers: Sequence[int], k: ArrayLike, batch: ArrayLike) -> None:
         self.tiers = checked_tiers(tiers)
         self._k = tiers_only("threshold rule", "k", k, self.tiers)
-        self._batch = np.asarray(batch, np.int64)
+        self._batch = whole_numbers("threshold rule", "batch", batch)
 
     def reset(self, num_servers: int) -> None:
         per_server(self._k, num_servers, "k")
@@ -69,9 +69,17 @@ def checked_tiers(tiers: Sequence[int]) -> tuple[int, ...]:
     return result
 
 
+def whole_numbers(rule: str, field: str, value: ArrayLike) -> IntArray:
+    """`value` as an integer array, or a UserError if any of it is no whole number."""
+    array = np.asarray(value)
+    if not np.issubdtype(array.dtype, np.integer):
+        raise UserError(f"{rule}: {field} = {array.tolist()} must be whole numbers")
+    return array.astype(np.int64)
+
+
 def tiers_only(rule: str, field: str, value: ArrayLike, tiers: tuple[int, ...]) -> IntArray:
     """`value` as an integer array, or a UserError if any of it is not a tier."""
-    array = np.asarray(value, np.int64)
+    array = whole_numbers(rule, field, value)
     if not np.isin(array, tiers).all():
         raise UserError(f"{rule}: {field} = {array.tolist()} is not among the tiers {list(tiers)}")
     return array

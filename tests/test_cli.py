@@ -109,3 +109,13 @@ def test_our_own_mistakes_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(train, "main", fail)
     with pytest.raises(ModuleNotFoundError):
         cli.main(["train"])
+
+
+def test_demo_leaves_a_real_folder_in_its_place_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/demo").mkdir(parents=True)
+    assert cli.main(["demo"]) == 2
+    assert "found runs/demo, allowed: none or a link" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["demo"]
