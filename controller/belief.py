@@ -24,7 +24,8 @@ class AcceptanceBelief:
     `half_lives_samples` ascend; each shorter memory leans on the next longer one, so that it says
     something new only once it has evidence of its own.
 
-    Arrays have shape `(num_memories, num_servers, max_k)`; index 0 is the shortest memory.
+    Arrays have shape `(num_memories, num_servers, max_k)`; index 0 is the shortest memory. They are
+    views: servers come last in memory, where sums over depths run along whole rows.
     """
 
     def __init__(self, max_k: int, half_lives_samples: Sequence[float], num_servers: int = 1) -> None:
@@ -32,49 +33,46 @@ class AcceptanceBelief:
         self.half_lives_samples = tuple(half_lives_samples)
         samples = np.arange(4097, dtype=np.float64)
         # A table, not a power per round: cheap, and the same bits on every rank.
-        self._decay = np.stack([0.5 ** (samples / half_life) for half_life in self.half_lives_samples])
-        self._depth = np.arange(1, max_k + 1)
-        self._memory = np.arange(len(self.half_lives_samples))[:, None, None]
+        self._decay = np.stack(
+            [0.5 ** (samples / half_life) for half_life in self.half_lives_samples], axis=1
+        )
+        self._depth = np.arange(1, max_k + 1)[:, None]
         self.reset(num_servers)
 
     def reset(self, num_servers: int) -> None:
         """Forget everything; `num_servers` rows follow."""
-        shape = (len(self.half_lives_samples), num_servers, self.max_k)
-        self.reached: FloatArray = np.zeros(shape)
-        self.accepted: FloatArray = np.zeros(shape)
+        self._counts = np.zeros((2, len(self.half_lives_samples), self.max_k, num_servers))
+        self.reached: FloatArray = self._counts[0].swapaxes(1, 2)
+        self.accepted: FloatArray = self._counts[1].swapaxes(1, 2)
         self.last_informed_round: IntArray = np.full(num_servers, -NEVER, np.int64)
 
     def reset_servers(self, servers: IntArray) -> None:
         """Forget what was learned on `servers`."""
-        self.reached[:, servers] = 0.0
-        self.accepted[:, servers] = 0.0
+        self._counts[..., servers] = 0.0
         self.last_informed_round[servers] = -NEVER
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Learn from a finished round; rows whose `round_id` is -1 or whose k is 0 teach nothing."""
-        num_at_least = outcome.accept_counts[:, ::-1].cumsum(axis=1)[:, ::-1]
-        tried = (self._depth <= outcome.k[:, None]) & (outcome.round_id[:, None] >= 0)
-        reached = np.where(tried, num_at_least[:, : self.max_k], 0)
-        accepted = np.where(tried, num_at_least[:, 1 : self.max_k + 1], 0)
-        decay = self._decay[self._memory, np.minimum(reached, 4096)]
-        self.reached *= decay
-        self.reached += reached
-        self.accepted *= decay
-        self.accepted += accepted
-        informed = reached[:, 0] > 0
-        self.last_informed_round[informed] = outcome.round_id[informed]
+        num_at_least = np.add.accumulate(outcome.accept_counts.T[::-1], axis=0)[::-1]
+        tried = self._depth <= outcome.k * (outcome.round_id >= 0)
+        reached = num_at_least[: self.max_k] * tried
+        self._counts *= self._decay.take(reached, axis=0, mode="clip").transpose(2, 0, 1)
+        self._counts[0] += reached
+        self._counts[1] += num_at_least[1 : self.max_k + 1] * tried
+        np.copyto(self.last_informed_round, outcome.round_id, where=reached[0] > 0)
 
     def mean(self) -> FloatArray:
         """(num_memories, num_servers, max_k): P(draft d accepted | those before it were)."""
-        mean = np.empty_like(self.reached)
-        longest = len(mean) - 1
-        pooled = (self.accepted[longest].sum(1) + PRIOR_SAMPLES * PRIOR_ACCEPTANCE) / (
-            self.reached[longest].sum(1) + PRIOR_SAMPLES
-        )
-        leaning: FloatArray = pooled[:, None]
-        for memory in range(longest, -1, -1):
-            leaning = (self.accepted[memory] + PRIOR_SAMPLES * leaning) / (
-                self.reached[memory] + PRIOR_SAMPLES
-            )
-            mean[memory] = leaning
+        return self.mean_by_depth().swapaxes(1, 2)
+
+    def mean_by_depth(self) -> FloatArray:
+        """`mean` as `(num_memories, max_k, num_servers)`, contiguous."""
+        reached, accepted = self._counts
+        weight = reached + PRIOR_SAMPLES
+        mean = np.empty_like(weight)
+        tried, right = np.add.reduce(self._counts[:, -1], axis=1)
+        leaning: FloatArray = (right + PRIOR_SAMPLES * PRIOR_ACCEPTANCE) / (tried + PRIOR_SAMPLES)
+        for memory in range(len(mean) - 1, -1, -1):
+            leaning = PRIOR_SAMPLES * leaning + accepted[memory]
+            leaning = np.divide(leaning, weight[memory], out=mean[memory])
         return mean

@@ -64,6 +64,8 @@ class CostProfile:
     document: dict[str, Any]
     """The JSON as read. Treat as read-only; `to_document` copies it."""
     _round_tables: dict[str, FloatArray]
+    _running_last: dict[str, FloatArray]
+    """The same tables as `(num_pieces, num_tiers, max_running + 1)`."""
     _prefill_knots: dict[str, tuple[FloatArray, FloatArray]]
 
     @classmethod
@@ -125,6 +127,7 @@ class CostProfile:
             chunked_prefill_tokens=document["chunked_prefill_tokens"],
             document=document,
             _round_tables={},
+            _running_last={},
             _prefill_knots={
                 engine: prefill_knots(document["prefill"][engine]) for engine in ("nospec", "speculative")
             },
@@ -133,13 +136,22 @@ class CostProfile:
             knot_context, knot_round_s, captured, bucket, profile.eager_factor, profile.eager_extra_s
         )
         for off_mode in _OFF_ROW:
-            profile._round_tables[off_mode] = np.ascontiguousarray(table[..., profile._columns(off_mode)])
-        arrays = (captured, bucket, knot_context, knot_round_s, *profile._round_tables.values())
-        for array in (*arrays, *(knots for pair in profile._prefill_knots.values() for knots in pair)):
+            by_running = np.ascontiguousarray(table[..., profile._columns(off_mode)])
+            profile._round_tables[off_mode] = by_running
+            profile._running_last[off_mode] = np.ascontiguousarray(by_running.transpose(1, 2, 0))
+        tables = (*profile._round_tables.values(), *profile._running_last.values())
+        arrays = (captured, bucket, knot_context, knot_round_s)
+        for array in (
+            *arrays,
+            *tables,
+            *(knots for pair in profile._prefill_knots.values() for knots in pair),
+        ):
             array.setflags(write=False)
         return profile
 
-    def round_s(self, num_running: IntArray, mean_context_tokens: IntArray, off_mode: OffMode) -> FloatArray:
+    def round_s(
+        self, num_running: IntArray | int, mean_context_tokens: IntArray | int, off_mode: OffMode
+    ) -> FloatArray:
         """Seconds a decode round takes at every tier.
 
         A batch is padded to the next captured one. The padding costs what a request costs but
@@ -147,23 +159,23 @@ class CostProfile:
         captured batch the round runs without a graph (see `eager_factor`).
 
         Args:
-            num_running: Shape `(num_servers,)`, 0 taken as 1 and more than `max_running` as that.
-            mean_context_tokens: Shape `(num_servers,)`, 0 or more, integer or not.
+            num_running: Shape `(num_servers,)`, or one number; 0 taken as 1, more than `max_running` as that.
+            mean_context_tokens: The same shape, 0 or more, integer or not.
             off_mode: Which row column 0 holds.
 
         Returns:
-            Shape `(num_servers, num_tiers)`.
+            Shape `(num_servers, num_tiers)`, laid out tier by tier; `(num_tiers,)` for one number.
         """
-        pieces = self._round_tables[off_mode].take(num_running, axis=0, mode="clip")
-        context = mean_context_tokens[:, None]
-        seconds: FloatArray = pieces[:, 1] * context
-        seconds += pieces[:, 0]
-        for hinge in range(2, pieces.shape[1] - 1, 2):
-            beyond = context - pieces[:, hinge]
+        pieces = self._running_last[off_mode].take(num_running, axis=2, mode="clip")
+        seconds: FloatArray = pieces[1] * mean_context_tokens
+        seconds += pieces[0]
+        for hinge in range(2, len(pieces) - 1, 2):
+            beyond = mean_context_tokens - pieces[hinge]
             np.maximum(beyond, 0.0, out=beyond)
-            beyond *= pieces[:, hinge + 1]
+            beyond *= pieces[hinge + 1]
             seconds += beyond
-        return np.maximum(seconds, pieces[:, -1], out=seconds)
+        np.maximum(seconds, pieces[-1], out=seconds)
+        return seconds.T
 
     def round_table(self, off_mode: OffMode) -> FloatArray:
         """The table behind `round_s`, for kernels; shape `(max_running + 1, num_pieces, num_tiers)`.
@@ -184,9 +196,9 @@ class CostProfile:
 
     def prefill_s(self, num_tokens: ArrayLike, off_mode: OffMode) -> FloatArray:
         """Seconds to prefill a batch of `num_tokens` prompt tokens in all (any shape); none cost nothing."""
-        tokens = np.asarray(num_tokens, np.float64)
+        tokens = np.asarray(num_tokens)
         seconds = np.interp(tokens, *self.prefill_knots(off_mode))
-        return np.where(tokens > 0, seconds, 0.0)
+        return np.asarray(seconds * (tokens > 0))
 
     def prefill_knots(self, off_mode: OffMode) -> tuple[FloatArray, FloatArray]:
         """Tokens and seconds, each `(num_knots,)`, for `numpy.interp`: constant below the first knot."""

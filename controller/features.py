@@ -11,11 +11,13 @@ from numpy.typing import NDArray
 
 from draftdial.controller.belief import AcceptanceBelief
 from draftdial.controller.cost_profile import OffMode
+from draftdial.controller.modelled_clock import ModelledClock
+from draftdial.controller.rows import Numbers, OneRow, rows_of
 from draftdial.controller.signals import FloatArray, IntArray, RoundOutcome, RoundSignals
 
 HALF_LIVES_SAMPLES = (8.0, 64.0, 512.0, 4096.0)
 """Memories of the belief: about one request alone, a few requests, a traffic mix."""
-CLOCK_ROUNDS = 1024
+NUM_MEMORIES = len(HALF_LIVES_SAMPLES)
 TREND_DECAY = 0.97
 
 
@@ -54,7 +56,7 @@ _LINEAR = (
 
 def feature_table(tiers: Sequence[int]) -> tuple[Feature, ...]:
     """Every feature a server can offer for these tiers, in the order `Features` computes them."""
-    memories = range(len(HALF_LIVES_SAMPLES))
+    memories = range(NUM_MEMORIES)
     table = list(_LOGARITHMIC)
     table += [Feature(f"evidence/{m}", "requests at depth 1", 8.0, "log1p") for m in memories]
     table += [Feature(f"evidence_deep/{m}", "requests at the last depth", 8.0, "log1p") for m in memories]
@@ -82,17 +84,18 @@ class Pricing(Protocol):
     def max_running(self) -> int: ...
 
     def round_s(
-        self, num_running: IntArray, mean_context_tokens: IntArray, off_mode: OffMode
+        self, num_running: Numbers, mean_context_tokens: Numbers, off_mode: OffMode
     ) -> FloatArray: ...
 
-    def prefill_s(self, num_tokens: IntArray, off_mode: OffMode) -> FloatArray: ...
+    def prefill_s(self, num_tokens: Numbers, off_mode: OffMode) -> Numbers: ...
 
 
 class Features:
     """Turns signals and outcomes into observations of shape `(num_servers, num_features)`, float32.
 
     Call order, once a round: `observe` any outcomes that arrived, `compute` the observation, then
-    `chose` the tier. Everything is derived from those three, by arithmetic alone.
+    `chose` the tier. Everything is derived from those three, by arithmetic alone. What depends on
+    outcomes only is worked out by `observe`, which a server calls while the GPU is busy.
     """
 
     def __init__(
@@ -111,117 +114,138 @@ class Features:
         self.tpot_limit_s = tpot_limit_s
         self.table = feature_table(self.tiers)
         self.belief = AcceptanceBelief(self.tiers[-1], HALF_LIVES_SAMPLES, num_servers)
-        self._tiers = np.array(self.tiers, np.int64)
         self._inverse_scale = np.array([1.0 / feature.scale for feature in self.table], np.float32)
         self._captured = np.maximum(profile.captured_batches[profile.bucket_of_batch], 1)
+        self._deepest = np.array(self.tiers[1:], np.int64) - 1
+        # Of an outcome's histogram, the requests and the drafts they had accepted.
+        depths = np.arange(self.tiers[-1] + 1)
+        self._totals = np.stack([np.ones_like(depths), depths], axis=1)
         self.reset(num_servers)
 
     def reset(self, num_servers: int) -> None:
         """Forget everything; `num_servers` rows follow."""
+        self._rows = rows = rows_of(num_servers)
+        self._k_of_tier = rows.table(np.array(self.tiers, np.int64))
+        self._captured_of_batch = rows.table(self._captured)
         self.belief.reset(num_servers)
-        self.round_s: FloatArray = np.zeros((num_servers, len(self.tiers)))
-        """(num_servers, num_tiers): modelled seconds of the coming round, by the last `compute`."""
-        self.speedup: FloatArray = np.zeros((len(HALF_LIVES_SAMPLES), num_servers, len(self.tiers)))
-        """(num_memories, num_servers, num_tiers): log speed-up over k = 0, by the last `compute`."""
-        self._clock_s = np.zeros(num_servers)
-        self._clock_at_round = np.zeros((num_servers, CLOCK_ROUNDS))
-        self._rows = np.arange(num_servers)
-        self._last_tier = np.zeros(num_servers, np.int64)
-        self._switched_round = np.zeros(num_servers, np.int64)
-        self._trend = np.zeros(num_servers)
-        self._token_s = np.zeros(num_servers)
+        self._clock = ModelledClock(num_servers)
+        self._round_s: FloatArray = np.zeros((len(self.tiers), num_servers))
+        self._last_tier: Numbers = rows.full(0)
+        self._switched_round: Numbers = rows.full(0)
+        self._round_id: Numbers = rows.full(-1)
+        self._trend: Numbers = rows.full(0.0)
+        self._token_s: Numbers = rows.full(0.0)
+        self._accept_length: Numbers = rows.full(1.0)
+
+        # One feature a row, before scaling; the observation has one server a row.
+        raw = np.zeros((len(self.table), num_servers), np.float32)
+        sizes = (len(_LOGARITHMIC), 2 * NUM_MEMORIES, len(_LINEAR), NUM_MEMORIES * self.belief.max_k)
+        self._logarithmic, evidence, self._linear, acceptance, advice = np.split(raw, np.cumsum(sizes))
+        self._evidence = evidence.reshape(2, NUM_MEMORIES, num_servers)
+        self._acceptance = acceptance.reshape(NUM_MEMORIES, self.belief.max_k, num_servers)
+        self._advice = advice.reshape(NUM_MEMORIES, len(self.tiers) - 1, num_servers)
+        self._raw_of_server = raw.T
         self._observation: NDArray[np.float32] = np.zeros((num_servers, len(self.table)), np.float32)
-        self._round_id = np.full(num_servers, -1, np.int64)
-        self._accept_length = np.ones(num_servers)
+        self._read_belief()
 
     def reset_servers(self, servers: IntArray) -> None:
         """Forget everything about `servers`."""
+        if isinstance(self._rows, OneRow):
+            self.reset(1)
+            return
         self.belief.reset_servers(servers)
-        for array in (
-            self._clock_s,
-            self._clock_at_round,
-            self._last_tier,
-            self._switched_round,
-            self._trend,
-            self._token_s,
-        ):
+        self._clock.reset_servers(servers)
+        for array in (self._last_tier, self._switched_round, self._trend, self._token_s):
             array[servers] = 0
         self._accept_length[servers] = 1.0
         self._round_id[servers] = -1
+        self._read_belief()
+
+    @property
+    def speedup(self) -> FloatArray:
+        """(num_memories, num_servers, num_tiers): log speed-up over k = 0, by the last `compute`."""
+        num_memories, _, num_servers = self._advice.shape
+        speedup = np.zeros((num_memories, num_servers, len(self.tiers)))
+        speedup[:, :, 1:] = self._advice.swapaxes(1, 2)
+        return speedup
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Learn from a finished round."""
         self.belief.observe(outcome)
-        num_requests = outcome.accept_counts.sum(axis=1)
-        accepted = outcome.accept_counts @ np.arange(outcome.accept_counts.shape[1])
-        seen = num_requests > 0
-        self._accept_length[seen] = 1.0 + accepted[seen] / num_requests[seen]
+        rows = self._rows
+        totals = outcome.accept_counts[:, : len(self._totals)] @ self._totals
+        num_requests, accepted = rows.read(totals[:, 0]), rows.read(totals[:, 1])
+        accept_length = 1.0 + accepted / rows.maximum(num_requests, 1)
+        self._accept_length = rows.where(num_requests > 0, accept_length, self._accept_length)
+        self._read_belief()
+
+    def _read_belief(self) -> None:
+        """Bring what follows from the belief alone up to date."""
+        reached = self.belief.reached
+        self._evidence[0] = reached[:, :, 0]
+        self._evidence[1] = reached[:, :, -1]
+        np.log1p(self._evidence, out=self._evidence)
+        self._acceptance[:] = mean = self.belief.mean_by_depth()
+        tokens = self._rows.accumulate(np.add, self._rows.accumulate(np.multiply, mean))
+        tokens += 1.0
+        self._log_tokens: FloatArray = np.log(tokens.take(self._deepest, axis=1))
 
     def compute(self, signals: RoundSignals) -> NDArray[np.float32]:
         """The observation before the coming round; the next call overwrites it.
 
         Asked again before the same round, a server gets the same answer.
         """
-        running = np.maximum(signals.num_running, 1)
-        is_new = signals.round_id != self._round_id
-        self._round_id = signals.round_id.copy()
-        self.round_s = self.profile.round_s(running, signals.mean_context_tokens, self.off_mode)
-        self._clock_s += is_new * self.profile.prefill_s(signals.num_prefill_tokens, self.off_mode)
-        self._clock_at_round[self._rows, signals.round_id % CLOCK_ROUNDS] = self._clock_s
-        ago = np.minimum(signals.oldest_wait_rounds, CLOCK_ROUNDS - 1)
-        waited_s = self._clock_s - self._clock_at_round[self._rows, (signals.round_id - ago) % CLOCK_ROUNDS]
-        self._trend += is_new * (1.0 - TREND_DECAY) * (signals.num_admitted - self._trend)
+        rows, clock = self._rows, self._clock
+        round_id = rows.read(signals.round_id)
+        running = rows.maximum(rows.read(signals.num_running), 1)
+        context = rows.read(signals.mean_context_tokens)
+        admitted = rows.read(signals.num_admitted)
+        is_new = round_id != self._round_id
+        self._round_id = round_id + 0  # a copy, where it is a view
+        self._trend = self._trend + is_new * (1.0 - TREND_DECAY) * (admitted - self._trend)
+        if np.count_nonzero(signals.num_prefill_tokens):
+            prefill_s = self.profile.prefill_s(signals.num_prefill_tokens, self.off_mode)
+            clock.now_s = clock.now_s + is_new * rows.read(prefill_s)
+        waited_s = clock.waited_s(round_id, rows.read(signals.oldest_wait_rounds))
 
-        out = self._observation
-        bucket = np.minimum(running, len(self._captured) - 1)
-        for column, raw in enumerate(
+        rows.write(
+            self._logarithmic,
             (
                 running,
-                signals.mean_context_tokens,
-                signals.num_waiting,
-                signals.num_waiting_prompt_tokens,
+                context,
+                rows.read(signals.num_waiting),
+                rows.read(signals.num_waiting_prompt_tokens),
                 waited_s,
                 self._trend,
-                signals.round_id - self._switched_round,
-                signals.round_id - self.belief.last_informed_round,
-            )
-        ):
-            out[:, column] = raw
-        column = len(_LOGARITHMIC)
-        reached = self.belief.reached
-        num_memories, num_servers, max_k = reached.shape
-        out[:, column : column + num_memories] = reached[:, :, 0].T
-        column += num_memories
-        out[:, column : column + num_memories] = reached[:, :, -1].T
-        column += num_memories
-        logarithmic = out[:, :column]
-        np.log1p(logarithmic, out=logarithmic)
-
-        out[:, column] = running / self._captured[bucket]
-        out[:, column + 1] = running / signals.max_running
-        out[:, column + 2] = signals.kv_used_fraction
-        out[:, column + 3] = np.maximum(1.0 - waited_s / self.ttft_limit_s, -1.0)
-        out[:, column + 4] = np.maximum(1.0 - self._token_s / self.tpot_limit_s, -1.0)
-        out[:, column + 5] = signals.num_admitted / running
-        out[:, column + 6] = signals.num_finished / running
-        out[:, column + 7] = self._tiers[self._last_tier]
-        column += len(_LINEAR)
-
-        mean = self.belief.mean()
-        width = num_memories * max_k
-        out[:, column : column + width] = mean.swapaxes(0, 1).reshape(num_servers, width)
-        column += width
-        tokens = 1.0 + np.cumsum(np.cumprod(mean, axis=2), axis=2)
-        slowdown = np.log(self.round_s[:, 1:] / self.round_s[:, :1])
-        self.speedup[:, :, 1:] = np.log(tokens[:, :, self._tiers[1:] - 1]) - slowdown
-        out[:, column:] = self.speedup[:, :, 1:].swapaxes(0, 1).reshape(num_servers, -1)
-        out *= self._inverse_scale
-        return out
+                round_id - self._switched_round,
+                round_id - rows.read(self.belief.last_informed_round),
+            ),
+        )
+        np.log1p(self._logarithmic, out=self._logarithmic)
+        rows.write(
+            self._linear,
+            (
+                running / self._captured_of_batch[rows.minimum(running, len(self._captured) - 1)],
+                running / rows.read(signals.max_running),
+                rows.read(signals.kv_used_fraction),
+                rows.maximum(1.0 - waited_s / self.ttft_limit_s, -1.0),
+                rows.maximum(1.0 - self._token_s / self.tpot_limit_s, -1.0),
+                admitted / running,
+                rows.read(signals.num_finished) / running,
+                self._k_of_tier[self._last_tier],
+            ),
+        )
+        self._round_s = round_s = self.profile.round_s(running, context, self.off_mode).T
+        slowdown = np.log(round_s[1:] / round_s[0]).reshape(self._advice.shape[1:])
+        np.subtract(self._log_tokens, slowdown, out=self._advice, casting="same_kind")
+        return np.multiply(self._raw_of_server, self._inverse_scale, out=self._observation)
 
     def chose(self, tier_index: IntArray) -> None:
         """The coming round runs at `tier_index`, shape `(num_servers,)`."""
-        self._switched_round = np.where(tier_index != self._last_tier, self._round_id, self._switched_round)
-        self._last_tier = tier_index.copy()
-        seconds = self.round_s[self._rows, tier_index]
-        self._clock_s += seconds
-        self._token_s += (1.0 - TREND_DECAY) * (seconds / self._accept_length - self._token_s)
+        rows = self._rows
+        tier = rows.read(tier_index) + 0  # a copy, likewise
+        self._switched_round = rows.where(tier != self._last_tier, self._round_id, self._switched_round)
+        self._last_tier = tier
+        seconds = rows.pick(self._round_s, tier)
+        self._clock.now_s = self._clock.now_s + seconds
+        self._token_s = self._token_s + (1.0 - TREND_DECAY) * (seconds / self._accept_length - self._token_s)

@@ -26,22 +26,25 @@ class Network:
 
     def __init__(self, tensors: Mapping[str, Float32Array]) -> None:
         self.tensors = {name: np.ascontiguousarray(value, np.float32) for name, value in tensors.items()}
-        self._first = (self.tensors["hidden.0.weight"].T, self.tensors["hidden.0.bias"])
-        self._second = (self.tensors["hidden.1.weight"].T, self.tensors["hidden.1.bias"])
-        self._logits = (self.tensors["logits.weight"].T, self.tensors["logits.bias"])
+        self._first, self._second, self._logits = (
+            (np.ascontiguousarray(self.tensors[f"{layer}.weight"].T), self.tensors[f"{layer}.bias"])
+            for layer in ("hidden.0", "hidden.1", "logits")
+        )
         self._num_hidden = len(self._second[1])
-        self._num_advice = self._logits[0].shape[0] - self._num_hidden
+        self._num_advice = len(self._logits[0]) - self._num_hidden
 
     def logits(self, observation: Float32Array) -> Float32Array:
         """(num_servers, num_tiers) from observations of shape (num_servers, num_features)."""
-        hidden = np.tanh(observation @ self._first[0] + self._first[1])
-        hidden = np.tanh(hidden @ self._second[0] + self._second[1])
-        advice = observation[:, observation.shape[1] - self._num_advice :]
-        logits: Float32Array = (
-            hidden @ self._logits[0][: self._num_hidden]
-            + advice @ self._logits[0][self._num_hidden :]
-            + self._logits[1]
-        )
+        hidden = np.dot(observation, self._first[0])
+        hidden += self._first[1]
+        np.tanh(hidden, out=hidden)
+        last = np.empty((len(observation), self._num_hidden + self._num_advice), np.float32)
+        top = last[:, : self._num_hidden]
+        np.add(np.dot(hidden, self._second[0]), self._second[1], out=top)
+        np.tanh(top, out=top)
+        last[:, self._num_hidden :] = observation[:, observation.shape[1] - self._num_advice :]
+        logits: Float32Array = np.dot(last, self._logits[0])
+        logits += self._logits[1]
         return logits
 
 
@@ -59,10 +62,17 @@ class LearnedPolicy:
         self.features.reset(num_servers)
 
     def decide(self, signals: RoundSignals) -> IntArray:
-        """(num_servers,) k for the coming round."""
-        tier = self.network.logits(self.features.compute(signals)).argmax(axis=1)
+        """(num_servers,) k for the coming round.
+
+        Raises:
+            ArithmeticError: the network gave NaN, which has no largest logit.
+        """
+        logits = self.network.logits(self.features.compute(signals))
+        if np.count_nonzero(logits != logits):
+            raise ArithmeticError("the network gave NaN")
+        tier = logits.argmax(axis=1)
         self.features.chose(tier)
-        k: IntArray = self._k[tier]
+        k: IntArray = self._k.take(tier)
         return k
 
     def observe(self, outcome: RoundOutcome) -> None:

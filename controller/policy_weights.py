@@ -43,7 +43,7 @@ class SelectedNetwork(Network):
 
     def logits(self, observation: Float32Array) -> Float32Array:
         """(num_servers, num_tiers) from observations of every feature."""
-        return super().logits(observation[:, self.columns])
+        return super().logits(observation.take(self.columns, axis=1))
 
 
 def columns_of(network: Network, num_features: int) -> IntArray:

@@ -63,7 +63,8 @@ class Episodes:
         )
         self.tiers = self.engine.tiers
         self._k = np.array(self.tiers, np.int64)
-        priced = self.profiles[0] if len(profiles) == 1 else ProfileRows(self.profiles)
+        one_profile = all(profile is self.profiles[0] for profile in self.profiles)
+        priced = self.profiles[0] if one_profile else ProfileRows(self.profiles)
         limits = self.options[0]
         self.features = Features(
             priced,
@@ -75,7 +76,7 @@ class Episodes:
         self._objective = self._make_objective(objective)
         self.rounds_left: IntArray = np.full(num_servers, scenario.rounds, np.int64)
         self._round_s = np.ones(num_servers)
-        self._worth: FloatArray | None = None
+        self._worth: FloatArray | None = None  # of the coming round at every tier, where `gains` was asked
         self._rows = np.arange(num_servers)
 
     def begin(self, rows: IntArray, seeds: Sequence[int]) -> None:
@@ -101,14 +102,9 @@ class Episodes:
         Worth of the expected tokens minus time, in rounds of the episode. Training shows it to the
         critic alone (asymmetric actor-critic, Pinto et al. 2018).
         """
-        gain_s = self._worth_s() - self.engine.round_s()
+        self._worth = self.engine.expected_worth_s()
+        gain_s = self._worth - self.engine.round_s()
         return np.asarray(gain_s / self._round_s[:, None])
-
-    def _worth_s(self) -> FloatArray:
-        """(num_servers, num_tiers) `expected_worth_s` of the coming round, computed once a round."""
-        if self._worth is None:
-            self._worth = self.engine.expected_worth_s()
-        return self._worth
 
     def advance(self, tier_index: IntArray) -> EpisodeStep:
         """Run one round at `tier_index`, shape `(num_servers,)`.
@@ -116,8 +112,11 @@ class Episodes:
         Rewards are in units of the episode's longest round at par, so that light and heavy load weigh
         alike. An episode is cut after `scenario.rounds` rounds, or when its list of requests is served.
         """
-        worth_s = self._worth_s()[self._rows, tier_index]
-        self._worth = None
+        if self._worth is None:
+            worth_s = self.engine.expected_worth_at_s(tier_index)
+        else:
+            worth_s = self._worth[self._rows, tier_index]
+            self._worth = None
         self.features.chose(tier_index)
         outcomes = self.engine.run_round(self._k[tier_index])
         for outcome in outcomes:

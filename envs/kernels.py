@@ -5,6 +5,9 @@ SGLang does before it asks again (arrivals, chunked prefill first, retraction wh
 full, idle time). Nothing here draws random numbers: whether a draft token is right belongs to the
 token (the bank's `accepted`), so two policies that choose alike see the same bits, and no choice
 disturbs another request.
+
+All of it is one file: numba's cache of a function does not notice a change of another file that it
+was compiled with.
 """
 
 from __future__ import annotations
@@ -22,8 +25,12 @@ NEW_TOKEN_RATIO_DECAY = (NEW_TOKEN_RATIO_START - NEW_TOKEN_RATIO_FLOOR) / 600
 RETRACT_LOOKAHEAD_TOKENS = 20
 TO_UNIT = 1.0 / 9007199254740992.0  # 2^-53
 
+# Without numba's runtime there are no atomic reference counts, which cost more than everything else here
+# together. The arrays outlive every call, and nothing compiled allocates any (numba refuses it).
+compiled = njit(cache=True, _nrt=False)
 
-@njit(cache=True, inline="always")
+
+@njit(cache=True, inline="always", _nrt=False)
 def mix(x):
     """splitmix64's finaliser (Steele, Lea, Flood 2014): a counter-based hash, so no draw moves another."""
     x = np.uint64(x) + np.uint64(0x9E3779B97F4A7C15)
@@ -32,7 +39,7 @@ def mix(x):
     return x ^ (x >> np.uint64(31))
 
 
-@njit(cache=True)
+@compiled
 def _array_of(sim, request, hop):
     """The hop-th acceptance array that a request walks."""
     h = mix(request.request_hash + np.uint64(hop) * np.uint64(0x9E3779B97F4A7C15))
@@ -40,13 +47,27 @@ def _array_of(sim, request, hop):
     return sim.domain_first[request.domain] + np.int64(h % count)
 
 
-@njit(cache=True)
+@compiled
+def _move(sim, slot, request, tokens):
+    """Let a request walk on by so many tokens: that is where its next round starts."""
+    slot.position += tokens
+    while slot.position >= slot.array_end:
+        over = slot.position - slot.array_end
+        slot.hop += 1
+        array = _array_of(sim, request, np.int64(slot.hop))
+        slot.position = sim.array_start[array] + over
+        slot.array_end = sim.array_start[array] + sim.array_length[array]
+    slot.accepted = sim.accepted[slot.position]
+    slot.latent = sim.latent[slot.position]
+
+
+@compiled
 def gap_factor(server, gap):
     """Factor on every depth's acceptance when `gap` tokens are missing from the draft's KV."""
     return 1.0 - (1.0 - server.gap_floor) * min(1.0, gap / server.gap_tokens)
 
 
-@njit(cache=True)
+@compiled
 def _survivors(server, slot, request_hash, n):
     """How many of n right drafts survive the gap in the draft's KV."""
     factor = gap_factor(server, slot.gap)
@@ -57,7 +78,7 @@ def _survivors(server, slot, request_hash, n):
     return n
 
 
-@njit(cache=True)
+@compiled
 def round_time_s(table, tier, num_rows, mean_context):
     """Seconds of a decode round of `num_rows` requests at a tier; the same rule as CostProfile.round_s."""
     pieces = table[min(num_rows, table.shape[0] - 1)]
@@ -68,7 +89,7 @@ def round_time_s(table, tier, num_rows, mean_context):
     return max(seconds, pieces[last, tier])
 
 
-@njit(cache=True)
+@compiled
 def prefill_time_s(knots, times, tokens):
     """Seconds of one prefill batch; the same rule as CostProfile.prefill_s."""
     j = 0
@@ -79,21 +100,21 @@ def prefill_time_s(knots, times, tokens):
     return times[j] + (times[j + 1] - times[j]) * (tokens - knots[j]) / (knots[j + 1] - knots[j])
 
 
-@njit(cache=True)
+@compiled
 def _spend(server, seconds):
     server.step_in_system_s += seconds * (server.next_request - server.requests_finished)
     server.step_elapsed_s += seconds
     server.clock_s += seconds
 
 
-@njit(cache=True)
+@compiled
 def _enqueue(server, queue, requests, r):
     queue[(server.queue_head + server.num_waiting) % queue.shape[0]] = r
     server.num_waiting += 1
     server.num_waiting_prompt_tokens += requests[r].prompt_tokens + requests[r].emitted
 
 
-@njit(cache=True)
+@compiled
 def _arrive(server, queue, requests):
     """Move every request that has arrived by now into the queue."""
     while server.next_request < server.num_requests:
@@ -118,14 +139,14 @@ def _arrive(server, queue, requests):
             server.window_start_s = arrived_s
 
 
-@njit(cache=True)
+@compiled
 def _charge(server, request):
     if not request.charged:
         request.charged = True
         server.step_violations += 1
 
 
-@njit(cache=True)
+@compiled
 def _charge_decoding(server, request):
     """Charge a request with a first token if it took too long, or its decoding already has."""
     slow_start = request.first_token_s - request.arrived_s > server.ttft_limit_s
@@ -134,7 +155,7 @@ def _charge_decoding(server, request):
         _charge(server, request)
 
 
-@njit(cache=True)
+@compiled
 def charge_violations(sim):
     """Add to `step_violations` the requests whose TTFT or TPOT limit has passed, whether finished or not.
 
@@ -154,7 +175,7 @@ def charge_violations(sim):
                 _charge_decoding(server, request)
 
 
-@njit(cache=True)
+@compiled
 def _finish(server, request, r):
     request.finish_s = server.clock_s
     server.requests_finished += 1
@@ -167,7 +188,7 @@ def _finish(server, request, r):
             server.done = True
 
 
-@njit(cache=True)
+@compiled
 def _admit(sim, s, r):
     """A request's prefill is complete: it has its next token and joins the decode batch."""
     server = sim.servers[s]
@@ -182,18 +203,14 @@ def _admit(sim, s, r):
     if remaining == 0:
         _finish(server, request, r)
         return
-    hop = 0
-    position = np.int64(emitted - 1)
-    array = _array_of(sim, request, hop)
-    while position >= sim.array_length[array]:
-        position -= sim.array_length[array]
-        hop += 1
-        array = _array_of(sim, request, hop)
     slot = sim.slots[s, server.num_active]
     slot.request = r
-    slot.position = sim.array_start[array] + position
+    slot.par_s = request.par_s
+    array = _array_of(sim, request, np.int64(0))
+    slot.hop = 0
+    slot.position = sim.array_start[array]
     slot.array_end = sim.array_start[array] + sim.array_length[array]
-    slot.hop = hop
+    _move(sim, slot, request, emitted - 1)
     slot.remaining = remaining
     slot.context = request.prompt_tokens + emitted
     slot.gap = 0
@@ -203,7 +220,7 @@ def _admit(sim, s, r):
     server.remaining_tokens += remaining
 
 
-@njit(cache=True)
+@compiled
 def _prefill(sim, s):
     """Run one prefill batch if a queued request may start; False if none may."""
     server = sim.servers[s]
@@ -259,20 +276,20 @@ def _prefill(sim, s):
     return True
 
 
-@njit(cache=True)
+@compiled
 def _drop_ghosts(server):
     server.num_finished += server.num_ghosts
     server.num_ghosts = 0
     server.ghost_tokens = 0
 
 
-@njit(cache=True)
+@compiled
 def _drop_slot(server, slots, i):
     server.num_active -= 1
     slots[i] = slots[server.num_active]
 
 
-@njit(cache=True)
+@compiled
 def _retract(server, requests, queue, slots):
     """Send requests back to the queue, least output first, until the coming round fits in the KV pool."""
     before = server.retracted
@@ -307,13 +324,13 @@ def _retract(server, requests, queue, slots):
     server.new_token_ratio = min(1.0, (produced + RETRACT_LOOKAHEAD_TOKENS * server.num_active) / total)
 
 
-@njit(cache=True)
+@compiled
 def _kv_needed(server):
     rows = server.num_active + server.num_ghosts
     return server.context_tokens + server.ghost_tokens + rows * server.reserve_tokens
 
 
-@njit(cache=True)
+@compiled
 def _to_next_decision(sim, s):
     """Arrivals, prefill first, retraction and idling until a decode round is due or all is done."""
     server = sim.servers[s]
@@ -345,7 +362,7 @@ def _to_next_decision(sim, s):
     server.kv_used_fraction = _kv_needed(server) / server.kv_pool_tokens
 
 
-@njit(cache=True)
+@compiled
 def _clear_step(server):
     server.step_decode_s = 0.0
     server.step_prefill_s = 0.0
@@ -358,7 +375,7 @@ def _clear_step(server):
     server.num_prefill_tokens = 0
 
 
-@njit(cache=True)
+@compiled
 def start(sim, rows):
     """Bring freshly cleared servers `rows` to their first decision."""
     for s in rows:
@@ -366,7 +383,7 @@ def start(sim, rows):
         _to_next_decision(sim, s)
 
 
-@njit(cache=True)
+@compiled
 def run_round(sim, tier_of_server):
     """Run one decode round of every server that is not done, at its tier, and go to its next decision."""
     for s in range(sim.servers.shape[0]):
@@ -399,11 +416,13 @@ def run_round(sim, tier_of_server):
         else:
             server.outcome_round = server.pending_round
             server.outcome_k = server.pending_k
-            sim.outcome_counts[s] = sim.pending_counts[s]
+            for n in range(MAX_K + 1):
+                sim.outcome_counts[s, n] = sim.pending_counts[s, n]
             server.pending_round = server.round_id
             server.pending_k = k
             counts = sim.pending_counts[s]
-        counts[:] = 0
+        for n in range(MAX_K + 1):
+            counts[n] = 0
         tokens, accepted = _decode(sim, s, k, counts)
 
         server.step_tokens += tokens
@@ -418,13 +437,12 @@ def run_round(sim, tier_of_server):
         _to_next_decision(sim, s)
 
 
-@njit(cache=True)
+@compiled
 def _decode(sim, s, k, counts):
     """Every running request takes its tokens; returns tokens committed and drafts among them."""
     server = sim.servers[s]
     requests = sim.requests[s]
     slots = sim.slots[s]
-    accepted = sim.accepted
     leaves_gap = k == 0 and server.off_is_stale
     tokens = np.int64(0)
     drafts = np.int64(0)
@@ -434,7 +452,7 @@ def _decode(sim, s, k, counts):
     i = np.int64(0)
     while i < active:
         slot = slots[i]
-        n = min(k, np.int64(accepted[slot.position]))
+        n = min(k, np.int64(slot.accepted))
         if n > 0 and slot.gap > 0:
             n = _survivors(server, slot, requests[slot.request].request_hash, n)
         counts[n] += 1
@@ -456,16 +474,10 @@ def _decode(sim, s, k, counts):
             continue
         slot.remaining = remaining - emitted
         slot.context += emitted
-        slot.position += emitted
         context_tokens += emitted
         if leaves_gap:
             slot.gap += emitted
-        while slot.position >= slot.array_end:
-            over = slot.position - slot.array_end
-            slot.hop += 1
-            array = _array_of(sim, requests[slot.request], np.int64(slot.hop))
-            slot.position = sim.array_start[array] + over
-            slot.array_end = sim.array_start[array] + sim.array_length[array]
+        _move(sim, slot, requests[slot.request], emitted)
         i += 1
     server.num_active = active
     server.context_tokens = context_tokens
@@ -473,52 +485,43 @@ def _decode(sim, s, k, counts):
     return tokens, drafts
 
 
-@njit(cache=True)
-def expected_tokens(sim, into):
-    """Fill `into` (S, T): expected tokens of the coming round at each tier, given the hidden state."""
-    by_depth = np.empty(MAX_K + 1)
-    for s in range(sim.servers.shape[0]):
-        server = sim.servers[s]
-        slots = sim.slots[s]
-        by_depth[:] = 0.0
-        for i in range(server.num_active):
-            slot = slots[i]
-            row = sim.survival[sim.latent[slot.position]]
-            depths = min(MAX_K + 1, slot.remaining)
-            if slot.gap == 0:
-                for d in range(depths):
-                    by_depth[d] += row[d]
-            else:
-                factor = gap_factor(server, slot.gap)
-                power = 1.0
-                for d in range(depths):
-                    by_depth[d] += row[d] * power
-                    power *= factor
-        total = 0.0
-        d = 0
-        for t in range(sim.tiers.shape[0]):
-            while d <= sim.tiers[t]:
-                total += by_depth[d]
-                d += 1
-            into[s, t] = total
+@compiled
+def _add_survivals(sim, s, depths, by_depth, in_worth):
+    """Fill `by_depth` (MAX_K + 1,): over the requests, the sum of P(the token at each of the first `depths`).
 
-
-@njit(cache=True)
-def expected_worth(sim, into):
-    """Fill `into` (S, T): as `expected_tokens`, each token weighted by its request's par."""
-    by_depth = np.empty(MAX_K + 1)
-    for s in range(sim.servers.shape[0]):
-        server = sim.servers[s]
-        slots = sim.slots[s]
-        by_depth[:] = 0.0
-        for i in range(server.num_active):
-            slot = slots[i]
-            row = sim.survival[sim.latent[slot.position]]
+    Weighted by the request's par if `in_worth`.
+    """
+    survival = sim.survival
+    slots = sim.slots[s]
+    server = sim.servers[s]
+    for d in range(MAX_K + 1):
+        by_depth[d] = 0.0
+    for i in range(server.num_active):
+        slot = slots[i]
+        latent = slot.latent
+        power = slot.par_s if in_worth else 1.0
+        if slot.gap > 0:
             factor = gap_factor(server, slot.gap)
-            worth = sim.requests[s, slot.request].par_s
-            for d in range(min(MAX_K + 1, slot.remaining)):
-                by_depth[d] += row[d] * worth
-                worth *= factor
+            for d in range(min(depths, slot.remaining)):
+                by_depth[d] += survival[latent, d] * power
+                power *= factor
+        elif slot.remaining > MAX_K and depths > MAX_K:
+            for d in range(MAX_K + 1):  # a length known in advance becomes one vector instruction
+                by_depth[d] += survival[latent, d] * power
+        else:
+            for d in range(min(depths, slot.remaining)):
+                by_depth[d] += survival[latent, d] * power
+
+
+@compiled
+def expected(sim, in_worth, by_depth, into):
+    """Fill `into` (S, T): expected tokens of the coming round at each tier, given the hidden state.
+
+    Or what they are worth, if `in_worth`: each token weighted by its request's par. `by_depth`
+    (MAX_K + 1,) is room to work in.
+    """
+    for s in range(sim.servers.shape[0]):
+        _add_survivals(sim, s, MAX_K + 1, by_depth, in_worth)
         total = 0.0
         d = 0
         for t in range(sim.tiers.shape[0]):
@@ -528,22 +531,35 @@ def expected_worth(sim, into):
             into[s, t] = total
 
 
-@njit(cache=True)
+@compiled
+def expected_worth_at(sim, tier_of_server, by_depth, into):
+    """Fill `into` (S,): as `expected` in worth, at one tier of each server."""
+    for s in range(sim.servers.shape[0]):
+        k = sim.tiers[tier_of_server[s]]
+        _add_survivals(sim, s, k + 1, by_depth, True)
+        total = 0.0
+        for d in range(k + 1):
+            total += by_depth[d]
+        into[s] = total
+
+
+@compiled
 def realised_tokens(sim, into):
     """Fill `into` (S, T): tokens the coming round will yield at each tier, the flips known."""
     for s in range(sim.servers.shape[0]):
         server = sim.servers[s]
-        into[s, :] = 0.0
+        for t in range(sim.tiers.shape[0]):
+            into[s, t] = 0.0
         for i in range(server.num_active):
             slot = sim.slots[s, i]
-            n = min(MAX_K, np.int64(sim.accepted[slot.position]))
+            n = min(MAX_K, np.int64(slot.accepted))
             if n > 0 and slot.gap > 0:
                 n = _survivors(server, slot, sim.requests[s, slot.request].request_hash, n)
             for t in range(sim.tiers.shape[0]):
                 into[s, t] += min(n + 1, sim.tiers[t] + 1, np.int64(slot.remaining))
 
 
-@njit(cache=True)
+@compiled
 def round_times(sim, into):
     """Fill `into` (S, T): seconds of the coming round at each tier, a switch not counted."""
     for s in range(sim.servers.shape[0]):

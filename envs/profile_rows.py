@@ -30,10 +30,10 @@ class ProfileRows:
 
     def round_s(self, num_running: IntArray, mean_context_tokens: IntArray, off_mode: OffMode) -> FloatArray:
         """As `CostProfile.round_s`."""
-        seconds = np.empty((len(num_running), len(self.tiers)))
+        seconds = np.empty((len(self.tiers), len(num_running)))
         for profile, rows in self._groups:
-            seconds[rows] = profile.round_s(num_running[rows], mean_context_tokens[rows], off_mode)
-        return seconds
+            seconds[:, rows] = profile.round_s(num_running[rows], mean_context_tokens[rows], off_mode).T
+        return seconds.T
 
     def prefill_s(self, num_tokens: ArrayLike, off_mode: OffMode) -> FloatArray:
         """As `CostProfile.prefill_s`, for `num_tokens` of shape `(num_servers,)`."""

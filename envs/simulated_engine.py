@@ -103,6 +103,7 @@ class SimulatedEngine:
         self.num_tiers = len(self.tiers)
         self._tier_of_k = np.full(self.tiers[-1] + 1, -1, np.int64)
         self._tier_of_k[list(self.tiers)] = np.arange(self.num_tiers)
+        self._by_depth = np.empty(MAX_K + 1)
         self._sim = self._allocate(max(max_requests, *(r.num_requests for r in request_lists)), bank)
         servers = self._sim.servers
         self._signals = RoundSignals(**{field.name: servers[field.name] for field in fields(RoundSignals)})
@@ -172,7 +173,7 @@ class SimulatedEngine:
     def expected_tokens(self) -> FloatArray:
         """(num_servers, num_tiers) expected tokens of the coming round, given the hidden state."""
         into = np.empty((self.num_servers, self.num_tiers))
-        kernels.expected_tokens(self._sim, into)
+        kernels.expected(self._sim, False, self._by_depth, into)
         return into
 
     def realised_tokens(self) -> FloatArray:
@@ -184,7 +185,13 @@ class SimulatedEngine:
     def expected_worth_s(self) -> FloatArray:
         """(num_servers, num_tiers) seconds that the coming round's tokens are expected to be worth."""
         into = np.empty((self.num_servers, self.num_tiers))
-        kernels.expected_worth(self._sim, into)
+        kernels.expected(self._sim, True, self._by_depth, into)
+        return into
+
+    def expected_worth_at_s(self, tier_index: IntArray) -> FloatArray:
+        """(num_servers,) `expected_worth_s` at one tier of each server, which costs less than at all."""
+        into = np.empty(self.num_servers)
+        kernels.expected_worth_at(self._sim, tier_index, self._by_depth, into)
         return into
 
     def violations(self) -> IntArray:

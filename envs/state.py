@@ -102,6 +102,7 @@ REQUEST = np.dtype(
     align=True,
 )
 
+# A round reads these and not the bank or the requests, which lie all over memory.
 SLOT = np.dtype(
     [
         ("request", np.int32),
@@ -111,7 +112,11 @@ SLOT = np.dtype(
         ("remaining", np.int32),
         ("context", np.int32),
         ("gap", np.int32),  # tokens missing from the draft's KV
-    ]
+        ("latent", np.uint16),  # of the bank, at `position`
+        ("accepted", np.uint8),  # likewise
+        ("par_s", np.float64),  # of the request
+    ],
+    align=True,
 )
 
 

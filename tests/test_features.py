@@ -232,7 +232,7 @@ def test_the_modelled_clock_is_the_engines_when_it_never_idles(
     features = Features(profile, "warm", num_servers=4)
     while not engine.servers["done"].any():
         features.compute(engine.signals())
-        np.testing.assert_allclose(features._clock_s, engine.servers["clock_s"], rtol=1e-9)
+        np.testing.assert_allclose(features._clock.now_s, engine.servers["clock_s"], rtol=1e-9)
         tier = rng.integers(0, 4, 4)
         features.chose(tier)
         for outcome in engine.run_round(np.array(engine.tiers)[tier]):

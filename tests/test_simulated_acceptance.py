@@ -86,6 +86,8 @@ def test_worth_weighs_the_expected_tokens_of_each_request(
     for _ in range(10):
         worth, tokens = engine.expected_worth_s(), engine.expected_tokens()
         np.testing.assert_allclose(worth[0], tokens[0], rtol=1e-12)
+        for tier in np.indices((len(TIERS),) * 3).reshape(3, -1).T[::7]:
+            assert (engine.expected_worth_at_s(tier) == worth[np.arange(3), tier]).all()
         assert len(set(engine._sim.slots["request"][0, :4].tolist())) == 4
         alone = []
         for request in range(
