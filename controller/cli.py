@@ -10,16 +10,26 @@ from collections.abc import Sequence
 from draftdial.controller.errors import UserError
 
 COMMANDS = {
-    "train": ("train", "train a policy by PPO and export it"),
-    "compare": ("compare", "compare policy files with every rival, in simulation"),
-    "tune": ("tune", "tune the rivals on training seeds"),
-    "inspect": ("inspect_policy", "print a policy file's card and a picture of its choices"),
-    "export-rule": ("export_rule", "write a rule as a policy file"),
-    "bench-sim": ("bench_sim", "time the simulator"),
-    "toy": ("toy", "compare the learner with an exact dynamic programme"),
-    "demo": ("demo", "train, export and compare"),
+    "train": ("controller.train", "train a policy by PPO and export it"),
+    "compare": ("controller.compare", "compare policy files with every rival, in simulation"),
+    "tune": ("controller.tune", "tune the rivals on training seeds"),
+    "inspect": ("controller.inspect_policy", "print a policy file's card and a picture of its choices"),
+    "export-rule": ("controller.export_rule", "write a rule as a policy file"),
+    "bench-sim": ("controller.bench_sim", "time the simulator"),
+    "bench-decide": ("controller.bench_decide", "time a decision on a server's launch path"),
+    "toy": ("controller.toy", "compare the learner with an exact dynamic programme"),
+    "serve": ("engine_patch.serve", "start SGLang with a policy in its decode loop"),
+    "doctor": ("engine_patch.doctor", "say whether a server would be steered, and if not, why"),
+    "status": ("engine_patch.status_command", "ask a running server what its policy does"),
+    "set": ("engine_patch.set_command", "change a running server's mode, or force k"),
+    "deploy": ("engine_patch.deploy_command", "put a policy file into a running server"),
+    "explain": ("engine_patch.explain_command", "read a decision log out in words"),
+    "demo": ("controller.demo", "train, export and compare"),
 }
 """Module and summary; a module is imported only when called, as training needs more than inspecting."""
+
+_FORWARDING = ("serve", "doctor")
+"""Commands whose arguments after `--` are SGLang's."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,11 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     called = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
         if called in COMMANDS:
-            importlib.import_module(f"draftdial.controller.{COMMANDS[called][0]}").add_parser(subparsers)
+            importlib.import_module(f"draftdial.{COMMANDS[called][0]}").add_parser(subparsers)
         else:
             for command, (_, summary) in COMMANDS.items():
                 subparsers.add_parser(command, help=summary)
-        args = parser.parse_args(arguments)
+        forwarded: list[str] = []
+        if called in _FORWARDING and "--" in arguments:
+            dashes = arguments.index("--")
+            arguments, forwarded = arguments[:dashes], arguments[dashes + 1 :]
+        args = parser.parse_args(arguments, argparse.Namespace(engine_arguments=forwarded))
         status: int = args.run(args)
         return status
     except UserError as error:

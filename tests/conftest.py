@@ -6,12 +6,21 @@ Session-wide factories, not data: a test says what it needs and reads what follo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from draftdial.controller.cost_profile import CostProfile
+from draftdial.controller.features import Features
+from draftdial.controller.learned import LearnedPolicy, Network
+from draftdial.controller.policy_card import Training
+from draftdial.controller.policy_export import learned_file, rule_file
+from draftdial.controller.policy_file import PolicyFile, load_policy
+from draftdial.controller.rules import FixedK, Threshold
+from draftdial.engine_patch.decision_log import DecisionLog
+from draftdial.engine_patch.dial import Dial
 from draftdial.envs.acceptance import MAX_K, AcceptanceBank
 from draftdial.envs.simulated_engine import SimulatedEngine
 from draftdial.envs.workload import RequestList
@@ -96,6 +105,72 @@ def make_profile() -> Callable[..., CostProfile]:
             ],
         }
         return CostProfile.from_document(document, "tests")
+
+    return make
+
+
+class StockRule:
+    """Stands in for SGLang's own rule: always the same step, and what it was told."""
+
+    def __init__(self, candidate_steps: Sequence[int], step: int) -> None:
+        self.candidate_steps = list(candidate_steps)
+        self.step = step
+        self.told: list[tuple[list[int], int]] = []
+
+    def get_steps_for_batch(self, batch_size: int) -> int:
+        return self.step
+
+    def on_verify_complete(self, num_correct_drafts_per_req: list[int], batch_size: int) -> int | None:
+        self.told.append((num_correct_drafts_per_req, batch_size))
+        return self.step
+
+    def set_cuda_graph_bs(self, cuda_graph_bs: list[int] | None) -> None:
+        self.cuda_graph_bs = cuda_graph_bs
+
+    def cuda_graph_bs_for_step(self, step: int) -> list[int] | None:
+        return self.cuda_graph_bs
+
+
+@pytest.fixture(scope="session")
+def make_policy_file(make_profile: Callable[..., CostProfile]) -> Callable[..., PolicyFile]:
+    """Policy files for the server of `make_profile`: always `k`, or a network of random weights."""
+
+    def make(
+        k: int | None = None, *, tiers: Sequence[int] = (0, 1, 3), name: str = "tiny", seed: int = 0
+    ) -> PolicyFile:
+        profile = make_profile(tiers)
+        fallback = Threshold(tiers, k=tiers[1], batch=2)
+        if k is not None:
+            return rule_file(FixedK(tiers, k), profile, "warm", name=name, fallback=fallback)
+        features = Features(profile, "warm")
+        rng = np.random.default_rng(seed)
+        num_hidden, num_features, num_advice = 8, len(features.table), 4 * (len(tiers) - 1)
+        shapes = {
+            "hidden.0.weight": (num_hidden, num_features),
+            "hidden.0.bias": (num_hidden,),
+            "hidden.1.weight": (num_hidden, num_hidden),
+            "hidden.1.bias": (num_hidden,),
+            "logits.weight": (len(tiers), num_hidden + num_advice),
+            "logits.bias": (len(tiers),),
+        }
+        weights = {weight: rng.normal(size=shape).astype(np.float32) for weight, shape in shapes.items()}
+        training = Training("seed: 0\n", "tests", 0, {}, {})
+        policy = LearnedPolicy(features, Network(weights))
+        return learned_file(policy, name=name, fallback=fallback, training=training, evaluation={})
+
+    return make
+
+
+@pytest.fixture
+def make_dial() -> Callable[..., Dial]:
+    """Dials that `file` steers on a server with the tiers `built`; not bound to a scheduler."""
+
+    def make(
+        file: PolicyFile, *, built: Sequence[int] = (0, 1, 3), stock_step: int = 1, without_zero: bool = False
+    ) -> Dial:
+        dial = Dial(StockRule(built, stock_step), worker=None, without_zero=without_zero)
+        dial.activate(dial.load(file.data))
+        return dial
 
     return make
 
@@ -194,3 +269,56 @@ def state_of() -> Callable[..., dict[str, list[bytes]]]:
         return bits
 
     return state
+
+
+@pytest.fixture(scope="session")
+def record_server() -> Callable[..., DecisionLog]:
+    """Serves the one list of an engine under the policy of a file and records it as a server does.
+
+    `deploys` maps a round to the file that takes over there; `ran` says what runs in place of what was said.
+    """
+
+    def record(
+        path: Path,
+        engine: SimulatedEngine,
+        file: PolicyFile,
+        *,
+        deploys: Mapping[int, PolicyFile] | None = None,
+        ran: Callable[[int, int], int] = lambda round_id, k: k,
+        max_bytes: int = 64 << 20,
+    ) -> DecisionLog:
+        header = {"policy_id": file.policy_id, "tiers": list(engine.tiers), "lag": engine.options[0].lag}
+        log = DecisionLog.open(path, max_bytes, header)
+        log.control("start", {"policy": file.data, "mode": "steer"})
+        policy = load_policy(file)
+        sim = engine._sim
+        output_tokens = engine.request_lists[0].output_tokens
+        while not engine.servers["done"][0]:
+            round_id = int(engine.servers["round_id"][0])
+            if round_id in (deploys or {}):
+                policy = load_policy((deploys or {})[round_id])
+                log.control("deploy", {"policy": (deploys or {})[round_id].data})
+            signals = engine.signals()
+            said = int(policy.decide(signals)[0])
+            k = ran(round_id, said)
+            log.round(signals, said, k, 0)
+            slots = sim.slots[0, : engine.servers["num_active"][0]].copy()
+            accepted = np.minimum(sim.accepted[slots["position"]], k)
+            log.accepts(
+                round_id, k, slots["request"], output_tokens[slots["request"]] - slots["remaining"], accepted
+            )
+            for outcome in engine.run_round(np.array([k])):
+                if outcome.round_id[0] >= 0:
+                    log.outcome(outcome)
+                    policy.observe(outcome)
+            log.flush_if_due()
+        results = engine.results()
+        for request, prompt_tokens in enumerate(engine.request_lists[0].prompt_tokens.tolist()):
+            tokens = int(output_tokens[request])
+            for kind, time_s in (("arrived", results.arrival_s), ("finished", results.finish_s)):
+                if np.isfinite(time_s[0, request]):
+                    log.request(kind, request, time_s[0, request], prompt_tokens, tokens)
+        log.close()
+        return log
+
+    return record

@@ -1,0 +1,71 @@
+"""A server about to start: what the user asked for, what was found, and the command that follows."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from draftdial.controller.errors import UserError
+from draftdial.engine_patch.launch_arguments import Finding
+from draftdial.engine_patch.settings import MODES
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for on the command line of `serve` or `doctor`."""
+
+    policy: Path | None
+    mode: str
+    strict: bool
+    log: Path | None
+    arguments: tuple[str, ...]
+    """For SGLang's server."""
+
+
+@dataclass
+class Launch:
+    """What was found, and the server that follows from it."""
+
+    findings: list[Finding] = field(default_factory=list)
+    arguments: tuple[str, ...] = ()
+    """Of `sglang.launch_server`; empty where the user's own ones rule out all of them."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """Environment variables to set."""
+
+    @property
+    def problems(self) -> list[Finding]:
+        """Why the server will not be steered, the first one first."""
+        return [finding for finding in self.findings if finding.level == "problem"]
+
+    def obstacles(self, strict: bool) -> list[Finding]:
+        """Why `serve` does not start it."""
+        return [problem for problem in self.problems if strict or not problem.tolerable]
+
+    def command(self, executable: str) -> list[str]:
+        """What `serve` becomes."""
+        return [executable, "-m", "sglang.launch_server", *self.arguments]
+
+
+def add_launch_options(parser: argparse.ArgumentParser) -> None:
+    """The options that `serve` and `doctor` share."""
+    parser.add_argument("--mode", choices=MODES, default=MODES[0], help=f"who decides k (default {MODES[0]})")
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument(
+        "--strict", action="store_true", default=True, help="refuse a server that cannot be steered (default)"
+    )
+    start.add_argument(
+        "--warn", dest="strict", action="store_false", help="start it all the same, by a rule that is safe"
+    )
+    parser.add_argument("--log", type=Path, metavar="FILE", help="record every decision in FILE")
+
+
+def request_of(args: argparse.Namespace) -> Request:
+    """The request in parsed arguments.
+
+    Raises:
+        UserError: no arguments for SGLang.
+    """
+    if not args.engine_arguments:
+        raise UserError(f"{args.command}: nothing for SGLang: put -- and then the arguments of its server")
+    return Request(args.policy, args.mode, args.strict, args.log, tuple(args.engine_arguments))

@@ -1,0 +1,88 @@
+"""Entry point of SGLang's plugin group `sglang.srt.plugins`: which of its functions are hooked, by what."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from typing import TYPE_CHECKING
+
+from draftdial.controller.errors import UserError
+from draftdial.engine_patch.settings import Settings
+
+if TYPE_CHECKING:
+    from draftdial.engine_patch.compat import Hook
+
+SCHEDULER = "sglang.srt.managers.scheduler"
+PROCESSOR = "sglang.srt.managers.scheduler_components.batch_result_processor"
+CONTROLLER = "sglang.srt.speculative.adaptive_runtime_state.AdaptiveController"
+
+
+def register() -> None:
+    """Called by SGLang once in each of its processes. Without settings it does nothing at all.
+
+    The launching process checks the settings and the policy file, so that a mistake in them ends the
+    command before anything is loaded; processes with a scheduler get the hooks.
+    """
+    try:
+        settings = Settings.from_environment()
+    except UserError as error:
+        _complain(error)
+        raise SystemExit(2) from None
+    if settings is None:
+        return
+    if multiprocessing.parent_process() is None:
+        if settings.strict and not settings.inactive:
+            _check_policy(settings)
+    elif SCHEDULER in sys.modules:
+        _register_hooks(settings)
+
+
+def hooks() -> list[Hook]:
+    """Every function of SGLang that is hooked on all releases, and by what."""
+    from draftdial.engine_patch import control, steering
+    from draftdial.engine_patch.compat import Hook
+
+    return [
+        Hook(f"{CONTROLLER}.__init__", "after", steering.after_controller_init),
+        Hook(f"{SCHEDULER}.Scheduler.run_event_loop", "before", steering.before_run_event_loop),
+        Hook(f"{SCHEDULER}.Scheduler.run_batch", "around", steering.around_run_batch),
+        Hook(f"{SCHEDULER}.Scheduler._add_request_to_queue", "after", steering.after_add_request_to_queue),
+        Hook(f"{SCHEDULER}.Scheduler.process_batch_result", "after", steering.after_process_batch_result),
+        Hook(
+            f"{PROCESSOR}.SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
+            "after",
+            steering.after_resolve_spec_v2_tokens,
+        ),
+        Hook(f"{SCHEDULER}.Scheduler.set_internal_state", "around", control.around_set_internal_state),
+        Hook(f"{SCHEDULER}.Scheduler.get_internal_state", "after", control.after_get_internal_state),
+    ]
+
+
+def _register_hooks(settings: Settings) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from draftdial.engine_patch import compat, dial
+
+    wanted = hooks()
+    if settings.inactive:
+        dial.install(None, settings.inactive)
+        wanted = [hook for hook in wanted if hook.target.endswith("_internal_state")]
+    else:
+        wanted += compat.hooks(compat.release())
+        compat.quieten()
+    for target, kind, hook in wanted:
+        HookRegistry.register(target, hook, HookType(kind))
+
+
+def _check_policy(settings: Settings) -> None:
+    from draftdial.controller.policy_file import load_policy
+
+    try:
+        load_policy(settings.policy)
+    except UserError as error:
+        _complain(error)
+        raise SystemExit(2) from None
+
+
+def _complain(error: UserError) -> None:
+    print(f"draftdial: {' '.join(str(error).split())}", file=sys.stderr, flush=True)

@@ -1,0 +1,83 @@
+"""What the plugin is told through the environment, which SGLang's processes inherit.
+
+No variable `DRAFTDIAL_POLICY`: no settings, and the plugin does nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast, get_args
+
+from draftdial.controller.errors import UserError
+
+Mode = Literal["steer", "shadow", "off"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+"""`steer`: the policy decides. `shadow`: it decides and is recorded, SGLang's rule acts. `off`: k = 0."""
+
+POLICY = "DRAFTDIAL_POLICY"
+MODE = "DRAFTDIAL_MODE"
+START = "DRAFTDIAL_START"
+FORCE_K = "DRAFTDIAL_FORCE_K"
+LOG = "DRAFTDIAL_LOG"
+LOG_MB = "DRAFTDIAL_LOG_MB"
+INACTIVE = "DRAFTDIAL_INACTIVE"
+
+DEFAULT_LOG_MB = 64
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the plugin was configured."""
+
+    policy: Path
+    """The policy file, an absolute path: SGLang's processes may run elsewhere."""
+    mode: Mode = "steer"
+    strict: bool = True
+    """Abort the server at start when it cannot be steered; otherwise serve with SGLang's own rule."""
+    force_k: int | None = None
+    log: Path | None = None
+    log_bytes: int = DEFAULT_LOG_MB << 20
+    """The most the decision log takes on disk."""
+    inactive: str = ""
+    """Why `draftdial serve --warn` gave up steering before the server started; shown in `/server_info`."""
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings | None:
+        """The settings in `environment`; None where `DRAFTDIAL_POLICY` is not set.
+
+        Raises:
+            UserError: a variable holds what it may not.
+        """
+        if not environment.get(POLICY):
+            return None
+        policy = Path(environment[POLICY])
+        if not policy.is_absolute():
+            raise UserError(f"{POLICY}: found {str(policy)!r}, allowed: an absolute path")
+        log = environment.get(LOG)
+        force_k = environment.get(FORCE_K)
+        return cls(
+            policy=policy,
+            mode=cast(Mode, _one_of(environment, MODE, MODES)),
+            strict=_one_of(environment, START, ("strict", "warn")) == "strict",
+            force_k=_whole_number(FORCE_K, force_k, 0) if force_k else None,
+            log=Path(log) if log else None,
+            log_bytes=_whole_number(LOG_MB, environment.get(LOG_MB) or str(DEFAULT_LOG_MB), 1) << 20,
+            inactive=environment.get(INACTIVE, ""),
+        )
+
+
+def _one_of(environment: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str:
+    """The value of variable `name`; the first of `allowed` where it is not set."""
+    value = environment.get(name) or allowed[0]
+    if value not in allowed:
+        raise UserError(f"{name}: found {value!r}, allowed: {', '.join(allowed)}")
+    return value
+
+
+def _whole_number(name: str, text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise UserError(f"{name}: found {text!r}, allowed: a whole number of {least} or more")
+    return int(text)

@@ -1,0 +1,171 @@
+"""What a server says about its policy."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from draftdial.controller.policy_file import PolicyFile
+from draftdial.controller.signals import RoundSignals
+from draftdial.engine_patch import dial as dials
+from draftdial.engine_patch.dial import Dial
+from draftdial.engine_patch.status import status_of
+from draftdial.engine_patch.status_command import report_lines, status_lines
+
+FORMAT = "policy     {id} (tiny), tiers 0, 1, 3"
+
+
+class OneBatch:
+    """Stands in for `SchedulerSignals`: rounds of two requests, the same every time."""
+
+    def __init__(self) -> None:
+        self.values = RoundSignals.zeros(1)
+        self.values.num_running[0], self.values.max_running[0] = 2, 8
+        self.values.mean_context_tokens[0] = 700
+        self.round_id = -1
+
+    def is_probe_round(self, batch_size: int) -> bool:
+        return False
+
+    def row(self, batch_size: int) -> RoundSignals:
+        self.round_id += 1
+        self.values.round_id[0] = self.round_id
+        return self.values
+
+
+def run_rounds(dial: Dial, num_rounds: int, accepted: list[int]) -> None:
+    """So many rounds without lag; every request has as many drafts accepted as `accepted` and k allow."""
+    if dial.signals is None:
+        dial.bind(OneBatch(), None, None)  # type: ignore[arg-type]
+    for _ in range(num_rounds):
+        k = dial.get_steps_for_batch(len(accepted))
+        round_id = dial.launched()
+        assert round_id is not None
+        dial.observe(round_id, k, [min(n, k) for n in accepted])
+
+
+@pytest.fixture(autouse=True)
+def no_dial() -> Iterator[None]:
+    yield
+    dials.install(None)
+
+
+def check_plain(status: dict[str, Any]) -> None:
+    """As `/server_info` needs it: flat, finite, small."""
+    assert all(type(name) is str for name in status)
+    assert all(type(value) in (int, float, str) for value in status.values())
+    assert all(math.isfinite(value) for value in status.values() if not isinstance(value, str))
+    assert len(json.dumps(status, allow_nan=False)) < 10_000
+
+
+def test_a_fresh_server(make_dial: Callable[..., Dial], make_policy_file: Callable[..., PolicyFile]) -> None:
+    file = make_policy_file()
+    status = status_of(make_dial(file))
+    check_plain(status)
+    assert status["policy_id"] == file.policy_id and status["mode"] == "steer"
+    assert (status["decisions"], status["k"], status["forced_k"]) == (0, -1, -1)
+    assert not [name for name in status if name.startswith("signals.")]
+    assert FORMAT.format(id=file.policy_id) in list(status_lines(status))
+
+
+def test_rounds_are_told(make_dial: Callable[..., Dial], make_policy_file: Callable[..., PolicyFile]) -> None:
+    dial = make_dial(make_policy_file())
+    dial.force_k(3)
+    run_rounds(dial, 20, [1, 3])
+    dial.force_k(0)
+    run_rounds(dial, 10, [1, 3])
+    status = status_of(dial)
+    check_plain(status)
+    assert (status["decisions"], status["observed"], status["switches"]) == (30, 30, 1)
+    assert [status[f"rounds_at_k.{k}"] for k in (0, 1, 3)] == [10, 0, 20]
+    assert (status["drafted"], status["wasted"]) == (120, 40)
+    assert status["signals.num_running"] == 2 and status["signals.mean_context_tokens"] == 700
+    assert 0 < float(status["acceptance"]) < 1 and status["predicted_speedup"] == 1.0
+    text = "\n".join(status_lines(status))
+    assert "k = 0 forced" in text and "30, 1 switches (33.3 per 1000)" in text
+    assert "k=0 33.3%, k=1 0.0%, k=3 66.7%" in text and "120, 33.3% wasted" in text
+    assert "2 of 8 running, none waiting, 700 tokens of context each" in text
+
+
+def test_time_is_measured_between_rounds_that_follow_one_another(
+    make_dial: Callable[..., Dial], make_policy_file: Callable[..., PolicyFile]
+) -> None:
+    dial = make_dial(make_policy_file(3))
+    run_rounds(dial, 1, [1])
+    assert dial.counters.seconds_at_k == {0: 0.0, 1: 0.0, 3: 0.0}
+    run_rounds(dial, 1, [1])
+    measured = dial.counters.seconds_at_k[3]
+    assert measured > 0
+    assert dial.launched() is None  # a prefill comes between
+    run_rounds(dial, 1, [1])
+    assert dial.counters.seconds_at_k == {0: 0.0, 1: 0.0, 3: measured}
+
+
+def test_a_rule_has_no_belief_to_show(
+    make_dial: Callable[..., Dial], make_policy_file: Callable[..., PolicyFile]
+) -> None:
+    dial = make_dial(make_policy_file(1))
+    run_rounds(dial, 3, [1])
+    assert "acceptance" not in status_of(dial)
+
+
+def test_a_fallback_shows(
+    make_dial: Callable[..., Dial], make_policy_file: Callable[..., PolicyFile]
+) -> None:
+    dial = make_dial(make_policy_file())
+    dial.policy.decide = lambda signals: np.array([2])  # type: ignore[method-assign]
+    run_rounds(dial, 2, [1])
+    status = status_of(dial)
+    assert status["fallbacks"] == status["errors"] == 1
+    assert "k = 2 is not one of [0, 1, 3]" in str(status["fallback"])
+    text = "\n".join(status_lines(status))
+    assert text.count("k = 2 is not one of") == 2
+
+
+def test_long_texts_and_odd_numbers_stay_plain(
+    make_dial: Callable[..., Dial], make_policy_file: Callable[..., PolicyFile]
+) -> None:
+    dial = make_dial(make_policy_file())
+    run_rounds(dial, 1, [1])
+    dial.last_error = dial.last_control = "x" * 100_000
+    dial.signals.values.kv_used_fraction[0] = math.nan  # type: ignore[union-attr]
+    status = status_of(dial)
+    check_plain(status)
+    assert status["signals.kv_used_fraction"] == "nan"
+
+
+def test_a_failure_of_the_status_is_told_not_raised() -> None:
+    status = status_of(SimpleNamespace())  # type: ignore[arg-type]
+    check_plain(status)
+    assert set(status) == {"status_error"}
+    assert "AttributeError" in next(iter(status_lines(status)))
+
+
+def test_an_inactive_server_says_why() -> None:
+    dials.install(None, "LoRA is on")
+    status = status_of(None)
+    check_plain(status)
+    assert status["mode"] == "inactive" and status["reason"] == "LoRA is on"
+    assert list(status_lines(status)) == ["mode       inactive: LoRA is on"]
+
+
+def test_the_shadow_report_in_words(
+    make_dial: Callable[..., Dial], make_policy_file: Callable[..., PolicyFile]
+) -> None:
+    dial = make_dial(make_policy_file(0), stock_step=1)
+    assert "no rounds yet" in next(iter(report_lines(status_of(dial))))
+    dial.set_mode("shadow")
+    run_rounds(dial, 100, [0, 0])
+    status = status_of(dial)
+    check_plain(status)
+    text = "\n".join(report_lines(status))
+    # Nothing is ever accepted: k = 0 takes 12 ms for what k = 1 takes 14 ms.
+    assert "100; both chose the same k in 0.0%" in text and "k=0 100.0%" in text
+    assert "+16.7% decode tokens per second predicted; no interval yet" in text
+    assert "0.0% of the tokens are guessed" in text
