@@ -31,6 +31,7 @@ from draftdial.envs.suite import (
     Cell,
     Suite,
     make_cells,
+    notes,
     workload_sha256,
 )
 from draftdial.envs.trials import Batch, Recording, Trial, Workers
@@ -129,7 +130,7 @@ def _hashes(contest: Contest) -> dict[str, Any]:
         "policies": {name: sha256_of(file.data) for name, file in contest.policies.items()},
         "profile": sha256_of(profile),
         "workloads": {name: workload_sha256(name) for name in contest.workloads},
-        "acceptance": contest.acceptance.hashes or "fitted",
+        "acceptance": contest.acceptance.identity(contest.workloads),
     }
 
 
@@ -177,6 +178,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if contest.suite.name != "full":
         print("short run: cells too short for most verdicts; --full runs the whole comparison\n")
+    for note in notes(contest.workloads, contest.acceptance):
+        print(f"{note}\n")
     print_report(document, sys.stdout)
     print("\n" + "\n".join(map(str, paths)))
     return 0

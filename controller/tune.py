@@ -138,7 +138,7 @@ def cached_tune(
     identity = {
         "profile": sha256_of(canonical(server.profile.to_document()).encode()),
         "workloads": {name: workload_sha256(name) for name in workloads},
-        "acceptance": acceptance.hashes or "fitted",
+        "acceptance": acceptance.identity(workloads),
         "server": vars(server.options),
         "suite": [suite.name, vars(suite.tune)],
         "code": _code_sha256(),
@@ -215,9 +215,14 @@ def add_setting(parser: argparse.ArgumentParser, default_profile: str | None) ->
     parser.add_argument(
         "--profile", default=default_profile, help=f"a name or a .json file (default: {note})"
     )
-    parser.add_argument("--workload", nargs="+", metavar="W", help="names, or trace:PATH (default: all)")
     parser.add_argument(
-        "--acceptance", nargs="+", metavar="A", default=["fitted"], help="fitted, or [DOMAIN=]FILE.jsonl ..."
+        "--workload", nargs="+", metavar="W", help="names, trace:FILE, log:FILE (default: all)"
+    )
+    parser.add_argument(
+        "--acceptance",
+        nargs="+",
+        metavar="A",
+        help="fitted, or [DOMAIN=]FILE.jsonl ... (default: fitted, but a log brings its own)",
     )
     parser.add_argument("--off-mode", choices=("warm", "skip"), help="is the draft's KV kept at k = 0")
     parser.add_argument("--lag", type=int, choices=(1, 2), default=2, help="rounds until an outcome is seen")

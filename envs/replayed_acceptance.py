@@ -48,14 +48,15 @@ class ReplayedAcceptance:
             raise UserError(
                 f"acceptance replay needs one file per domain, each domain once; found {list(self.domains)}"
             )
-        self._bank = _make_bank({name: _read_requests(Path(path)) for name, path in named})
+        self._bank = bank_of_arrays({name: _read_requests(Path(path)) for name, path in named})
 
     def bank(self, seed: int) -> AcceptanceBank:
         """The recorded bank, the same for every seed: requests differ by the arrays their hashes pick."""
         return self._bank
 
 
-def _make_bank(requests: dict[str, list[NDArray[np.uint8]]]) -> AcceptanceBank:
+def bank_of_arrays(requests: dict[str, list[NDArray[np.uint8]]]) -> AcceptanceBank:
+    """The bank of recorded arrays by domain, in the order given; two arrays or more in each."""
     arrays = [array for domain in requests.values() for array in domain]
     lengths = np.array([len(array) for array in arrays], np.int32)
     counts = np.array([len(domain) for domain in requests.values()], np.int32)

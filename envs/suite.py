@@ -20,10 +20,19 @@ from draftdial.envs.acceptance import AcceptanceBank, AcceptanceSource, concaten
 from draftdial.envs.closed_loop import ClosedLoop, ConstantLoad
 from draftdial.envs.evaluate import run
 from draftdial.envs.fitted_acceptance import FittedAcceptance
+from draftdial.envs.logged_workload import LoggedAcceptance, LoggedTraffic, LoggedWorkload
 from draftdial.envs.replayed_acceptance import ReplayedAcceptance
 from draftdial.envs.scenario import domain_tokens
 from draftdial.envs.simulated_engine import ServerOptions, SimulatedEngine
-from draftdial.envs.workload import DomainMix, LengthModel, RequestList, Workload, as_lengths, make_workload
+from draftdial.envs.workload import (
+    DomainMix,
+    LengthModel,
+    RequestList,
+    Workload,
+    as_domains,
+    as_lengths,
+    make_workload,
+)
 
 Purpose = Literal["tuning", "checkpoint", "reporting"]
 FIRST_SEED: dict[Purpose, int] = {"tuning": 1_000_000, "checkpoint": 2_000_000, "reporting": 3_000_000}
@@ -42,6 +51,7 @@ NEARLY_BEST = 0.95
 RESERVE = 1.05
 """A policy that adapts within a domain needs still fewer rounds."""
 TRACE = "trace:"
+LOG = "log:"
 
 
 @dataclass(frozen=True)
@@ -85,18 +95,28 @@ class Acceptance:
     replayed: ReplayedAcceptance | None = None
     hashes: Mapping[str, str] | None = None
     """SHA-256 of the recorded files by domain."""
+    is_asked_for: bool = False
+    """Is it what the user asked for? Else a decision log brings its own, if it shows enough of it."""
 
     @classmethod
-    def parse(cls, specs: Sequence[str]) -> Self:
+    def parse(cls, specs: Sequence[str] | None) -> Self:
         """`fitted`, or JSONL paths, each as `PATH` or `NAME=PATH`; a plain path is called by its stem."""
-        if list(specs) == ["fitted"]:
+        if specs is None:
             return cls()
+        if list(specs) == ["fitted"]:
+            return cls(is_asked_for=True)
         named = [spec.partition("=") if "=" in spec else (Path(spec).stem, "=", spec) for spec in specs]
         paths = {name: path for name, _, path in named}
         if len(paths) < len(specs):
             raise UserError(f"acceptance: found {' '.join(specs)}; allowed: fitted, or one file per domain")
         replayed = ReplayedAcceptance(paths)
-        return cls(replayed, {name: sha256_of(Path(path).read_bytes()) for name, path in paths.items()})
+        hashes = {name: sha256_of(Path(path).read_bytes()) for name, path in paths.items()}
+        return cls(replayed, hashes, is_asked_for=True)
+
+    def identity(self, workloads: Sequence[str]) -> Mapping[str, str] | str:
+        """What it is in a comparison on these workloads, for the record."""
+        has_logs = any(name.startswith(LOG) for name in workloads)
+        return self.hashes or ("fitted; logs their own" if has_logs and not self.is_asked_for else "fitted")
 
     def source(self, names: Sequence[str]) -> tuple[AcceptanceSource, IntArray]:
         """A source, and which of its domains stands for each of `names`.
@@ -161,10 +181,10 @@ def build_world(rows: Sequence[tuple[Cell, int]]) -> tuple[list[RequestList], Ac
 
 
 def workload_sha256(name: str) -> str:
-    """SHA-256 of the file behind a workload: its YAML, or the trace itself; UserError if there is none."""
-    if not name.startswith(TRACE):
+    """SHA-256 of the file behind a workload: its YAML, trace or log; UserError if there is none."""
+    if not name.startswith((TRACE, LOG)):
         return sha256_of(_workload_text(name).encode())
-    path = Path(name.removeprefix(TRACE))
+    path = Path(name.partition(":")[2])
     try:
         return sha256_of(path.read_bytes())
     except OSError as error:
@@ -174,21 +194,25 @@ def workload_sha256(name: str) -> str:
 def make_cells(
     workloads: Sequence[str], profile: CostProfile, off_mode: OffMode, acceptance: Acceptance, extent: Extent
 ) -> list[Cell]:
-    """The cells of named workloads, or of traces as `trace:PATH`, on a server with this profile.
+    """The cells of named workloads, or of files as `trace:PATH` or `log:PATH`, on a server with this profile.
 
     Closed loops are as long as the rounds of `extent` ask for, open loops arrive at their utilisation of the
-    profile's capacity. Raises UserError for an unknown name, a file that cannot be read or a repetition.
+    profile's capacity, the requests of decision logs when they came. Raises UserError for an unknown name,
+    a file that cannot be read or a repetition.
     """
-    labels = [f"{TRACE}{Path(name).stem}" if name.startswith(TRACE) else name for name in workloads]
+    labels = [_label(name) for name in workloads]
     if len(set(labels)) < len(labels):
         raise UserError(f"workload: found {' '.join(labels)}; allowed: each name once")
     cells = []
     for index, (name, label) in enumerate(zip(workloads, labels, strict=True)):
-        content = _trace_content(name, index) if name.startswith(TRACE) else _yaml(_workload_text(name))
+        content = _content(name, index)
         names = _domain_names(content["parameters"])
-        source, domains = acceptance.source(names)
-        made = _Maker(content, profile, off_mode, source, domains, extent)
-        for place, (load, requests) in enumerate(made.workloads()):
+        if name.startswith(LOG):
+            source, domains, made = _logged(name, names, acceptance, extent)
+        else:
+            source, domains = acceptance.source(names)
+            made = _Maker(content, profile, off_mode, source, domains, extent).workloads()
+        for place, (load, requests) in enumerate(made):
             sample = requests.requests(CAPACITY_SEED)
             cells.append(
                 Cell(
@@ -284,6 +308,12 @@ def capacity_per_s(
     return float(finished.max())
 
 
+def notes(workloads: Sequence[str], acceptance: Acceptance) -> list[str]:
+    """What a reader must know of the acceptance that logs among `workloads` bring, one line each."""
+    logs = [] if acceptance.is_asked_for else [name for name in workloads if name.startswith(LOG)]
+    return [LoggedTraffic.read(name.removeprefix(LOG)).describe_acceptance() for name in logs]
+
+
 def workload_names() -> tuple[str, ...]:
     """Names of the workloads that come with the package."""
     folder = resources.files("draftdial.conf") / "workload"
@@ -292,7 +322,9 @@ def workload_names() -> tuple[str, ...]:
 
 def _workload_text(name: str) -> str:
     if name not in workload_names():
-        raise UserError(f"workload: found {name}; allowed: {', '.join(workload_names())} or {TRACE}PATH")
+        raise UserError(
+            f"workload: found {name}; allowed: {', '.join(workload_names())}, {TRACE}PATH or {LOG}PATH"
+        )
     return _conf_text("workload", name)
 
 
@@ -305,11 +337,32 @@ def _yaml(text: str) -> dict[str, Any]:
     return dict(content)
 
 
-def _trace_content(name: str, index: int) -> dict[str, Any]:
-    """A trace behaves as the shipped open loop does but for its arrivals and lengths."""
+def _label(name: str) -> str:
+    """What tables call it: the name, or the kind and the stem of a file."""
+    kind, colon, path = name.partition(":")
+    return f"{kind}:{Path(path).stem}" if colon else name
+
+
+def _content(name: str, index: int) -> dict[str, Any]:
+    """What a workload file says; traces and logs are like the shipped open loop in what they do not say."""
+    if not name.startswith((TRACE, LOG)):
+        return _yaml(_workload_text(name))
     content = _yaml(_conf_text("workload", "poisson"))
     parameters = {"path": name.removeprefix(TRACE), "domains": content["parameters"]["domains"]}
     return {**content, "process": "trace", "seed_block": FIRST_TRACE_BLOCK + index, "parameters": parameters}
+
+
+def _logged(
+    name: str, names: Sequence[str], acceptance: Acceptance, extent: Extent
+) -> tuple[AcceptanceSource, IntArray, list[tuple[float | None, Workload]]]:
+    """Acceptance, domains and the one workload of a log: as recorded, with its own acceptance if it can."""
+    traffic = LoggedTraffic.read(name.removeprefix(LOG))
+    source, domains = acceptance.source(names)
+    if traffic.has_acceptance and not acceptance.is_asked_for:
+        source, domains = LoggedAcceptance(traffic), np.zeros(1, np.int64)
+    size = min(extent.open_requests, traffic.num_requests)
+    workload = LoggedWorkload(f"log-{traffic.name}", traffic, size, as_domains(range(len(domains))))
+    return source, domains, [(None, workload)]
 
 
 def _domain_names(parameters: Mapping[str, Any]) -> list[str]:
