@@ -16,8 +16,8 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from draftdial.controller.errors import UserError
+from draftdial.envs.lengths import as_lengths
 from draftdial.envs.scenario import Scenario
-from draftdial.envs.workload import as_lengths
 
 MAX_SEED = 2**31 - 1
 

@@ -14,19 +14,9 @@ from typing import Protocol
 import numpy as np
 
 from draftdial.controller.errors import UserError
-from draftdial.envs.workload import (
-    DomainSchedule,
-    DomainSwitches,
-    Int32Array,
-    LengthModel,
-    RequestList,
-    Stream,
-    as_domains,
-    as_lengths,
-    draw_hashes,
-    register,
-    stream,
-)
+from draftdial.envs.domains import DomainSchedule, DomainSwitches, as_domains
+from draftdial.envs.lengths import Int32Array, LengthModel, as_lengths
+from draftdial.envs.workload import RequestList, Stream, draw_hashes, register, stream
 
 TIME_EXPONENT = 2 / 3
 MAX_WARMUP_SHARE = 0.1

@@ -18,17 +18,11 @@ from draftdial.controller.signals import FloatArray, IntArray
 from draftdial.engine_patch.log_format import REQUEST_KINDS
 from draftdial.engine_patch.log_reader import RecordedLog, Records, read_log
 from draftdial.envs.acceptance import AcceptanceBank
+from draftdial.envs.domains import DomainSchedule
+from draftdial.envs.lengths import Int32Array
 from draftdial.envs.open_loop import WARMUP_SHARE
 from draftdial.envs.replayed_acceptance import MAX_YIELD, bank_of_arrays
-from draftdial.envs.workload import (
-    DomainSchedule,
-    HashArray,
-    Int32Array,
-    RequestList,
-    Stream,
-    draw_hashes,
-    stream,
-)
+from draftdial.envs.workload import HashArray, RequestList, Stream, draw_hashes, stream
 
 MIN_KNOWN = 0.25
 """A log that shows the fate of a smaller share of its output positions brings no acceptance of its own."""

@@ -18,18 +18,10 @@ import numpy as np
 
 from draftdial.controller.errors import UserError
 from draftdial.controller.signals import FloatArray
-from draftdial.envs.workload import (
-    DomainSchedule,
-    LengthModel,
-    RequestList,
-    Stream,
-    as_domains,
-    as_lengths,
-    build,
-    draw_hashes,
-    register,
-    stream,
-)
+from draftdial.envs.domains import DomainSchedule, as_domains
+from draftdial.envs.factories import build
+from draftdial.envs.lengths import LengthModel, as_lengths
+from draftdial.envs.workload import RequestList, Stream, draw_hashes, register, stream
 
 WARMUP_SHARE = 0.05
 

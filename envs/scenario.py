@@ -10,9 +10,11 @@ from draftdial.controller.cost_profile import CostProfile
 from draftdial.controller.signals import FloatArray
 from draftdial.envs.acceptance import AcceptanceBank, walk_statistics
 from draftdial.envs.closed_loop import ClosedLoop, ConstantLoad
+from draftdial.envs.domains import DomainSwitches
+from draftdial.envs.lengths import as_lengths
 from draftdial.envs.open_loop import MarkovModulated, OpenLoop, Poisson, Swings
 from draftdial.envs.simulated_engine import ServerOptions
-from draftdial.envs.workload import DomainSwitches, RequestList, as_lengths
+from draftdial.envs.workload import RequestList
 
 
 @dataclass(frozen=True)

@@ -18,21 +18,15 @@ from draftdial.controller.rules import Threshold
 from draftdial.controller.signals import FloatArray, IntArray
 from draftdial.envs.acceptance import AcceptanceBank, AcceptanceSource, concatenate
 from draftdial.envs.closed_loop import ClosedLoop, ConstantLoad
+from draftdial.envs.domains import DomainMix, as_domains
 from draftdial.envs.evaluate import run
 from draftdial.envs.fitted_acceptance import FittedAcceptance
+from draftdial.envs.lengths import LengthModel, as_lengths
 from draftdial.envs.logged_workload import LoggedAcceptance, LoggedTraffic, LoggedWorkload
 from draftdial.envs.replayed_acceptance import ReplayedAcceptance
 from draftdial.envs.scenario import domain_tokens
 from draftdial.envs.simulated_engine import ServerOptions, SimulatedEngine
-from draftdial.envs.workload import (
-    DomainMix,
-    LengthModel,
-    RequestList,
-    Workload,
-    as_domains,
-    as_lengths,
-    make_workload,
-)
+from draftdial.envs.workload import RequestList, Workload, make_workload
 
 Purpose = Literal["tuning", "checkpoint", "reporting"]
 FIRST_SEED: dict[Purpose, int] = {"tuning": 1_000_000, "checkpoint": 2_000_000, "reporting": 3_000_000}

@@ -16,6 +16,7 @@ from draftdial.controller.rules import FixedK
 from draftdial.engine_patch.decision_log import MIN_BYTES, DecisionLog
 from draftdial.engine_patch.log_format import RequestKind
 from draftdial.envs.acceptance import AcceptanceBank, walk_statistics
+from draftdial.envs.domains import DomainMix
 from draftdial.envs.evaluate import run
 from draftdial.envs.fitted_acceptance import FittedAcceptance
 from draftdial.envs.logged_workload import (
@@ -30,7 +31,7 @@ from draftdial.envs.logged_workload import (
 from draftdial.envs.replayed_acceptance import bank_of_arrays
 from draftdial.envs.simulated_engine import ServerOptions, SimulatedEngine
 from draftdial.envs.suite import Acceptance, Extent, make_cells, notes, workload_sha256
-from draftdial.envs.workload import DomainMix, draw_hashes
+from draftdial.envs.workload import draw_hashes
 
 SHORT = Extent(seeds=2, low_rounds=30, high_rounds=6, switch_requests=10, open_requests=60, drift_share=0.02)
 ROWS = [("round_id", "<i8"), ("k", "<i2"), ("request_id", "<u4"), ("position", "<u4"), ("accepted", "<u1")]

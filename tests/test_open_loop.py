@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftdial.controller.errors import UserError
+from draftdial.envs.domains import DomainMix
+from draftdial.envs.lengths import LENGTHS
 from draftdial.envs.open_loop import (
     ARRIVALS,
     ArrivalProcess,
@@ -23,7 +25,7 @@ from draftdial.envs.open_loop import (
     open_loop,
     unit_renewals,
 )
-from draftdial.envs.workload import LENGTHS, DomainMix, make_workload
+from draftdial.envs.workload import make_workload
 
 PARAMETERS: dict[str, dict[str, object]] = {
     "poisson": {},

@@ -11,12 +11,14 @@ import pytest
 from draftdial.controller.cost_profile import CostProfile, OffMode
 from draftdial.controller.rules import FixedK
 from draftdial.envs.acceptance import AcceptanceBank
+from draftdial.envs.domains import as_domains
 from draftdial.envs.evaluate import run
 from draftdial.envs.fitted_acceptance import FittedAcceptance
+from draftdial.envs.lengths import LENGTHS
 from draftdial.envs.open_loop import OpenLoop, Poisson
 from draftdial.envs.scenario import Scenario, capacity_per_s, domain_tokens, par_s
 from draftdial.envs.simulated_engine import ServerOptions, SimulatedEngine
-from draftdial.envs.workload import LENGTHS, RequestList, as_domains
+from draftdial.envs.workload import RequestList
 
 CAPACITY = np.array([5.0, 10.0, 20.0, 20.0, 20.0, 20.0, 20.0])
 CLOSED = Scenario(rounds=8)

@@ -10,9 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftdial.controller.errors import UserError
+from draftdial.envs.domains import DomainMix
+from draftdial.envs.lengths import as_lengths
 from draftdial.envs.open_loop import OpenLoop
-from draftdial.envs.traces import Trace, TraceLengths, TraceWorkload, read_rate_profile, read_trace, trace
-from draftdial.envs.workload import DomainMix, as_lengths, make_workload
+from draftdial.envs.trace_workload import TraceLengths, TraceWorkload, trace
+from draftdial.envs.traces import Trace, read_rate_profile, read_trace
+from draftdial.envs.workload import make_workload
 
 RECORDED = Path(__file__).parents[2] / "shared" / "traces" / "arrivals"
 

@@ -20,19 +20,9 @@ from draftdial.envs.closed_loop import (
     swing,
     warmup_requests,
 )
-from draftdial.envs.workload import (
-    LENGTHS,
-    DomainDrift,
-    DomainMix,
-    DomainSwitches,
-    RequestList,
-    TokenLaw,
-    as_domains,
-    as_lengths,
-    domain_indices,
-    make_workload,
-    workload_names,
-)
+from draftdial.envs.domains import DomainDrift, DomainMix, DomainSwitches, as_domains
+from draftdial.envs.lengths import LENGTHS, TokenLaw, as_lengths
+from draftdial.envs.workload import RequestList, make_workload, workload_names
 
 seeds = st.integers(0, 2**63 - 1)
 
@@ -181,9 +171,6 @@ def test_domains_come_from_a_list_or_a_configuration() -> None:
     assert as_domains([1, 3]) == DomainMix((1, 3))
     configured = {"schedule": "switches", "domains": [0, 1], "max_requests": 300}
     assert as_domains(configured) == DomainSwitches((0, 1), 200, 300)
-    assert domain_indices(["code", "chat"], ["chat", "maths", "code"]) == (2, 0)
-    with pytest.raises(UserError, match="allowed: chat, code"):
-        domain_indices(["law"], ["chat", "code"])
 
 
 @pytest.mark.parametrize(
