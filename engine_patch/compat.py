@@ -47,6 +47,14 @@ def hooks(text: str) -> list[Hook]:
     return [hook for oldest, newest, hook in SHIMS if oldest <= version(text) <= newest]
 
 
+def has_consensus_checker() -> bool:
+    """Does SGLang check here that all ranks do the same? 0.5.23 can, if asked to by its variable."""
+    from sglang.srt.environ import envs
+
+    switch = getattr(envs, "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER", None)
+    return switch is not None and bool(switch.get())
+
+
 def quieten() -> None:
     """Keep SGLang from logging every switch of tiers."""
     logging.getLogger(ADAPTIVE_LOGGER).addFilter(is_not_a_switch)

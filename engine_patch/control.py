@@ -71,8 +71,18 @@ def around_set_internal_state(
 
 
 def after_get_internal_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER `Scheduler.get_internal_state`: add the status to what `/server_info` shows."""
-    result.internal_state["draftdial"] = status_of(dials.current())
+    """AFTER `Scheduler.get_internal_state`: add the status to what `/server_info` shows.
+
+    This request, too, is broadcast to every rank and answered by all in the same iteration, so they compare
+    here how they have decided. Whether there is a dial is the same on all of them since the start.
+    """
+    dial = dials.current()
+    status = status_of(dial)
+    if dial is not None:
+        state = f"policy {dial.policy_id}, mode {dial.mode}, forced k {dial.forced_k}"
+        votes = rank_agreement.gather(scheduler, Vote("", state, f"{dial.decision_hash:x}"))
+        status |= {"ranks": len(votes), "ranks_agree": int(not rank_agreement.refusal(votes))}
+    result.internal_state["draftdial"] = status
 
 
 def _checked(dial: Dial | None, own: dict[str, Any]) -> tuple[Change, str]:

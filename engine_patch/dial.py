@@ -21,11 +21,9 @@ from draftdial.engine_patch.scheduler_signals import SchedulerSignals
 from draftdial.engine_patch.server_tiers import Refused, ServerTiers
 from draftdial.engine_patch.settings import MODES, Mode
 from draftdial.engine_patch.shadow_report import ShadowReport
+from draftdial.engine_patch.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
-
-METRICS_ROUNDS = 40
-"""Observed rounds between two updates of the Prometheus series: SGLang's own default interval."""
 
 _HASH_FACTOR, _HASH_MASK = 0x100000001B3, (1 << 53) - 1  # FNV-1a's prime; exact in a JSON number
 
@@ -111,11 +109,8 @@ class Dial:
         self.last_control = ""
         self.decision_hash = 0
         self.signals: SchedulerSignals | None = None
-        self.log: DecisionLog | None = None
-        self.metrics: Metrics | None = None
-        self.shadow: ShadowReport | None = None
+        self.telemetry = Telemetry()
         self._last = _Last()
-        self._flushed = 0
         self._outcome = RoundOutcome(
             np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros((1, built[-1] + 1), np.int64)
         )
@@ -187,11 +182,8 @@ class Dial:
         if last.launched_s:
             self.counters.seconds_at_k[last.launched_k] += now - last.launched_s
         last.launched_s, last.launched_k = now, last.k
-        if self.log is not None:
-            asked = -1 if self.fallback is not None else last.wanted_k
-            self.log.round(self.signals.values, asked, last.k, MODES.index(self.mode))
-        if self.shadow is not None:
-            self.shadow.decided(self.signals.values, last.wanted_k, last.k)
+        asked = -1 if self.fallback is not None else last.wanted_k
+        self.telemetry.decided(self.signals.values, asked, last.wanted_k, last.k, MODES.index(self.mode))
         return last.round_id
 
     def observe(self, round_id: int, k: int, accepted: list[int]) -> None:
@@ -207,10 +199,7 @@ class Dial:
         counters.observed += 1
         counters.drafted += k * len(accepted)
         counters.wasted += k * len(accepted) - sum(accepted)
-        if self.log is not None:
-            self.log.outcome(outcome)
-        if self.shadow is not None:
-            self.shadow.observe(outcome)
+        self.telemetry.observed(outcome)
         if self.fallback is None:
             try:
                 self._loaded.policy.observe(outcome)
@@ -218,22 +207,18 @@ class Dial:
                 self.fail("observe", error)
 
     def settled(self) -> None:
-        """Housekeeping after a round's result has been processed."""
-        if self.log is not None:
-            self.log.flush_if_due()
-        if self.metrics is not None and self.counters.observed - self._flushed >= METRICS_ROUNDS:
-            self._flushed = self.counters.observed
-            self.metrics.flush(self)
+        """Housekeeping after a result has been processed."""
+        self.telemetry.settled(self)
 
     def fail(self, where: str, error: Exception) -> None:
-        """Something in draftdial failed: the threshold rule takes over, and the server goes on."""
+        """What decisions rest on failed, on all ranks alike: the threshold rule takes over."""
         self.counters.errors += 1
         self.last_error = f"{where}: {type(error).__name__}: {error}"
         if self.fallback is None:
             self.fallback = self.last_error
             self.counters.fallbacks += 1
             logger.error("draftdial: the threshold rule of %s takes over: %s", self.policy_id, self.fallback)
-            self._log("fallback", {"reason": self.fallback})
+            self.telemetry.event("fallback", {"reason": self.fallback})
 
     # Policies.
 
@@ -257,7 +242,7 @@ class Dial:
         self._restart_shadow()
         if is_deploy:
             self.counters.deploys += 1
-            self._log("deploy", {"policy": loaded.file.data, "name": self.policy_name})
+            self.telemetry.event("deploy", {"policy": loaded.file.data, "name": self.policy_name})
 
     @property
     def policy(self) -> Policy:
@@ -275,6 +260,16 @@ class Dial:
     def policy_name(self) -> str:
         name: str = self._loaded.file.card["name"]
         return name
+
+    @property
+    def log(self) -> DecisionLog | None:
+        """The decision log, on the first rank if one was asked for."""
+        return self.telemetry.log
+
+    @property
+    def shadow(self) -> ShadowReport | None:
+        """The report of the present stretch of shadowing."""
+        return self.telemetry.shadow
 
     @property
     def last_k(self) -> int:
@@ -303,7 +298,7 @@ class Dial:
         if mode != self.mode:
             self.mode = mode
             self._restart_shadow()
-            self._log("mode", {"mode": mode})
+            self.telemetry.event("mode", {"mode": mode})
 
     def force_k(self, k: int | None) -> None:
         """Run every round at `k`; None: as the mode says.
@@ -315,7 +310,7 @@ class Dial:
         if k != self.forced_k:
             self.forced_k = k
             self._restart_shadow()
-            self._log("force_k", {"k": k})
+            self.telemetry.event("force_k", {"k": k})
 
     def check_mode(self, mode: Mode) -> None:
         """Raise what `set_mode` would, and change nothing: ranks agree before any of them changes."""
@@ -332,12 +327,13 @@ class Dial:
     def record_control(self, name: str, reason: str) -> None:
         """Keep what came of a request from outside; `reason` is empty where it was granted."""
         self.last_control = reason
-        self._log("control", {"request": name, "refused": reason})
+        self.telemetry.event("control", {"request": name, "refused": reason})
 
     def bind(self, signals: SchedulerSignals, log: DecisionLog | None, metrics: Metrics | None) -> None:
         """Start deciding by `signals`; `log` and `metrics` on rank 0 only."""
-        self.signals, self.log, self.metrics = signals, log, metrics
-        self._log("start", {"policy": self.file.data, "name": self.policy_name, "mode": self.mode})
+        self.signals = signals
+        self.telemetry.log, self.telemetry.metrics = log, metrics
+        self.telemetry.event("start", {"policy": self.file.data, "name": self.policy_name, "mode": self.mode})
 
     # Inside.
 
@@ -354,10 +350,8 @@ class Dial:
 
     def _restart_shadow(self) -> None:
         """A report covers one policy in one stretch of shadowing."""
-        self.shadow = None
+        self.telemetry.shadow = None
         if self.mode == "shadow" and self.forced_k is None:
-            self.shadow = ShadowReport(self.file.profile(), self.file.card["off_mode"], self.built[-1])
-
-    def _log(self, kind: str, data: dict[str, Any]) -> None:
-        if self.log is not None:
-            self.log.control(kind, data)
+            self.telemetry.shadow = ShadowReport(
+                self.file.profile(), self.file.card["off_mode"], self.built[-1]
+            )

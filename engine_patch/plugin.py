@@ -61,7 +61,8 @@ def hooks() -> list[Hook]:
 def _register_hooks(settings: Settings) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from draftdial.engine_patch import compat, dial
+    from draftdial.engine_patch import compat, dial, steering
+    from draftdial.engine_patch.compat import Hook
 
     wanted = hooks()
     if settings.inactive:
@@ -69,6 +70,8 @@ def _register_hooks(settings: Settings) -> None:
         wanted = [hook for hook in wanted if hook.target.endswith("_internal_state")]
     else:
         wanted += compat.hooks(compat.release())
+        if compat.has_consensus_checker():
+            wanted.append(Hook(f"{CONTROLLER}.activate_step_by_batch", "after", steering.after_activate_step))
         compat.quieten()
     for target, kind, hook in wanted:
         HookRegistry.register(target, hook, HookType(kind))

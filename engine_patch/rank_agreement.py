@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Vote(NamedTuple):
-    """What one rank says about a change that every rank was sent in the same iteration."""
+    """What one rank says about a change, or its present state, when all are asked in the same iteration."""
 
     reason: str
     """Why this rank refuses; empty when it is ready."""

@@ -6,6 +6,7 @@ import time
 from typing import Any, NamedTuple
 
 from draftdial.engine_patch.decision_log import DecisionLog
+from draftdial.engine_patch.log_format import RequestKind
 from draftdial.engine_patch.scheduler_signals import is_probe
 
 ROUND_ATTRIBUTE = "draftdial_round"
@@ -42,29 +43,25 @@ class FinishedRound(NamedTuple):
             requests, accepted = [requests[row] for row in kept], [accepted[row] for row in kept]
         return cls(round_id, result.speculative_num_draft_tokens - 1, requests, accepted)
 
-    def write_accepts(self, log: DecisionLog) -> None:
-        """Record each request's acceptance, with the output tokens it had before this round's."""
-        tracked = [row for row, req in enumerate(self.requests) if hasattr(req, "draftdial")]
-        log.accepts(
-            self.round_id,
-            self.k,
-            [self.requests[row].draftdial.id for row in tracked],
-            [len(self.requests[row].output_ids) for row in tracked],
-            [self.accepted[row] for row in tracked],
-        )
+
+def write_accepts(log: DecisionLog, finished: FinishedRound) -> None:
+    """Record each request's acceptance, with the output tokens it had before this round's."""
+    rows = [
+        (req.draftdial.id, len(req.output_ids), accepted)
+        for req, accepted in zip(finished.requests, finished.accepted, strict=True)
+        if hasattr(req, "draftdial")
+    ]
+    if rows:
+        log.accepts(finished.round_id, finished.k, *zip(*rows, strict=True))
 
 
 def write_arrival(log: DecisionLog, req: Any) -> None:
+    """Record that `req` has come in."""
     log.request("arrived", req.draftdial.id, time.time(), len(req.origin_input_ids), 0)
 
 
 def write_end(log: DecisionLog, req: Any) -> None:
-    """Record that `req` has finished or was aborted."""
-    kind = "aborted" if type(req.finished_reason).__name__ == "FINISH_ABORT" else "finished"
-    log.request(
-        "aborted" if kind == "aborted" else "finished",
-        req.draftdial.id,
-        time.time(),
-        len(req.origin_input_ids),
-        len(req.output_ids),
-    )
+    """Record that `req` has finished, or was aborted, in the queue or while it ran."""
+    is_abort = req.finished_reason is None or type(req.finished_reason).__name__ == "FINISH_ABORT"
+    kind: RequestKind = "aborted" if is_abort else "finished"
+    log.request(kind, req.draftdial.id, time.time(), len(req.origin_input_ids), len(req.output_ids))

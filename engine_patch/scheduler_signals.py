@@ -53,6 +53,8 @@ class SchedulerSignals:
         self._num_probes = 0
         self._waiting: OrderedDict[str, Any] = OrderedDict()
         self._waiting_tokens = 0
+        self._gone: list[Any] = []
+        """Requests that left the queue unseen since the last result."""
         self._num_live = 0
         self._context_tokens = 0
         self._num_admitted = 0
@@ -131,7 +133,7 @@ class SchedulerSignals:
         return is_new
 
     def processed(self, batch: Any) -> list[Any]:
-        """The result of `batch` has been read: the requests that it finished."""
+        """The result of `batch` has been read: the requests that are over since the last one."""
         is_decode = batch.forward_mode.is_decode()
         finished = []
         for req in batch.reqs:
@@ -148,7 +150,8 @@ class SchedulerSignals:
         for req in self._live():
             self._num_live += 1
             self._context_tokens += len(req.origin_input_ids) + len(req.output_ids)
-        return finished
+        over, self._gone = finished + self._gone, []
+        return over
 
     def recount(self) -> dict[str, int]:
         """The running totals counted from nothing, to compare with `totals`; a debugging aid, O(requests)."""
@@ -226,6 +229,8 @@ class SchedulerSignals:
             self._join_queue(req)
         for req in gone.values():
             self._num_probes -= req.draftdial.is_probe
+            if not req.draftdial.is_probe:
+                self._gone.append(req)
 
 
 def is_probe(req: Any) -> bool:

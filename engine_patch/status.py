@@ -61,6 +61,7 @@ def _active(dial: Dial) -> dict[str, Any]:
         "fallbacks": counters.fallbacks,
         "errors": counters.errors,
         "last_error": dial.last_error,
+        "telemetry_error": dial.telemetry.error,
         "deploys": counters.deploys,
         "last_control": dial.last_control,
         "decision_hash": f"{dial.decision_hash:x}",

@@ -66,6 +66,11 @@ def status_lines(status: Status) -> Iterator[str]:
         )
     if "signals.round_id" in status:
         yield _line("last seen", _seen_text(status))
+    if status.get("ranks", 1) > 1:
+        alike = (
+            "all decided alike" if status["ranks_agree"] else "NOT ALIKE: restart the server and report it"
+        )
+        yield _line("ranks", f"{status['ranks']}, {alike}")
     yield _line("fallback", status["fallback"] or "none")
     yield _line("errors", f"{status['errors']}: {status['last_error']}" if status["errors"] else "none")
     if status.get("log_error"):

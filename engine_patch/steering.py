@@ -22,7 +22,13 @@ from draftdial.engine_patch.decision_log import DecisionLog
 from draftdial.engine_patch.dial import Dial
 from draftdial.engine_patch.metrics import Metrics
 from draftdial.engine_patch.rank_agreement import Vote
-from draftdial.engine_patch.round_outcomes import ROUND_ATTRIBUTE, FinishedRound, write_arrival, write_end
+from draftdial.engine_patch.round_outcomes import (
+    ROUND_ATTRIBUTE,
+    FinishedRound,
+    write_accepts,
+    write_arrival,
+    write_end,
+)
 from draftdial.engine_patch.scheduler_signals import SchedulerSignals, is_probe
 from draftdial.engine_patch.server_tiers import Refused
 from draftdial.engine_patch.settings import Settings
@@ -80,6 +86,19 @@ def before_run_event_loop(scheduler: Any, *args: Any, **kwargs: Any) -> None:
     _give_up(settings, reason, is_first)
 
 
+def after_activate_step(result: Any, controller: Any, batch_size: int, *args: Any, **kwargs: Any) -> None:
+    """AFTER `AdaptiveController.activate_step_by_batch`, where SGLang's rank consensus checker is on.
+
+    Its exception does go out: the checker is there to end a server whose ranks differ.
+    """
+    from sglang.srt.utils.rank_consensus_checker import assert_same
+
+    bound = dial.current()
+    decisions = 0 if bound is None else bound.decision_hash
+    k = controller.worker.speculative_num_steps
+    assert_same("draftdial: a batch of %d runs at k = %d, decisions %x", batch_size, k, decisions)
+
+
 def around_run_batch(
     run_batch: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -112,8 +131,7 @@ def after_resolve_spec_v2_tokens(
         finished = FinishedRound.read(result, batch)
         if finished is not None:
             bound.observe(finished.round_id, finished.k, finished.accepted)
-            if bound.log is not None:
-                finished.write_accepts(bound.log)
+            bound.telemetry.write(write_accepts, finished)
     except Exception as error:
         bound.fail("outcome", error)
 
@@ -125,8 +143,7 @@ def after_process_batch_result(returned: Any, scheduler: Any, batch: Any, *args:
         return
     try:
         for req in bound.signals.processed(batch):
-            if bound.log is not None:
-                write_end(bound.log, req)
+            bound.telemetry.write(write_end, req)
         bound.settled()
     except Exception as error:
         bound.fail("result", error)
@@ -140,8 +157,8 @@ def after_add_request_to_queue(
     if bound is None or bound.signals is None:
         return
     try:
-        if bound.signals.queued(req, is_retracted) and bound.log is not None and not is_probe(req):
-            write_arrival(bound.log, req)
+        if bound.signals.queued(req, is_retracted) and not is_probe(req):
+            bound.telemetry.write(write_arrival, req)
     except Exception as error:
         bound.fail("queue", error)
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from draftdial.engine_patch.dial import Dial
+from draftdial.engine_patch.round_outcomes import FinishedRound
 from draftdial.engine_patch.scheduler_signals import SchedulerSignals
 
 POOL_TOKENS = 1000
@@ -59,6 +60,7 @@ class SchedulerDouble:
         self.server_args = SimpleNamespace(skip_server_warmup=True)
         self.signals = SchedulerSignals(self)
         self.dial: Dial | None = None
+        self.over: list[Request] = []
         self._lag = lag
         self._joining: list[Request] = []
         self._in_flight: deque[tuple[Any, Any]] = deque()
@@ -131,8 +133,6 @@ class SchedulerDouble:
             self._process(*self._in_flight.popleft())
 
     def _process(self, batch: Any, result: Any) -> None:
-        from draftdial.engine_patch.round_outcomes import FinishedRound
-
         if batch.forward_mode.is_decode():
             finished = FinishedRound.read(result, batch)
             if finished is not None and self.dial is not None:
@@ -143,7 +143,7 @@ class SchedulerDouble:
             for request in batch.reqs:
                 if request is not batch.chunked:
                     self._commit(request, 1)
-        self.signals.processed(batch)
+        self.over += self.signals.processed(batch)
 
     def _commit(self, request: Request, num_tokens: int) -> None:
         if request.finished_reason is not None or request.is_retracted:

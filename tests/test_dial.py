@@ -255,3 +255,12 @@ def test_a_server_decides_as_the_same_policy_does_offline(
     assert dial.fallback is None and dial.counters.switches > 10
     assert len(replayed.round_id) == 400
     assert replayed.logged_k.tolist() == replayed.offline_k.tolist()
+
+
+def test_a_failing_log_changes_no_decision(start: Start) -> None:
+    dial, scheduler = start(3, 1, 3)
+    dial.telemetry.log = SimpleNamespace()  # type: ignore[assignment]
+    assert [scheduler.decode() for _ in range(3)] == [3, 1, 3]
+    assert dial.telemetry.error.startswith("telemetry: AttributeError") and dial.log is None
+    assert (dial.fallback, dial.counters.observed) == (None, 3)
+    assert len(dial.policy.observed) == 3  # type: ignore[attr-defined]

@@ -97,11 +97,12 @@ def test_a_chunked_prefill_waits_with_what_is_left_of_it() -> None:
 def test_an_aborted_request_leaves_the_queue_unseen() -> None:
     scheduler = SchedulerDouble()
     scheduler.prefill(scheduler.queue("a"))
-    scheduler.waiting_queue.remove(scheduler.queue("b", 50))
+    aborted = scheduler.queue("b", 50)
+    scheduler.waiting_queue.remove(aborted)
     scheduler.queue("c", 7)
     scheduler.decode()
     assert (row(scheduler)["num_waiting"], row(scheduler)["num_waiting_prompt_tokens"]) == (1, 7)
-    assert scheduler.signals.resyncs == 1
+    assert scheduler.signals.resyncs == 1 and scheduler.over == [aborted]
 
 
 def test_a_finished_request_still_in_the_batch_is_not_counted_twice() -> None:
