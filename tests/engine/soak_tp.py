@@ -1,0 +1,143 @@
+"""A long run of real SGLang on two tensor-parallel ranks, which decide separately and must decide alike.
+
+    python tests/engine/soak_tp.py [--rounds 50000] [--limit 1500]
+
+The load swings while policies are swapped, modes and forced k change, requests are aborted, broken policies
+are offered, the golden vectors of sound ones fail on one rank, and policies fail on both. SGLang's own rank
+consensus checker is on where the release has it. Prints a JSON summary. Exit status 1 if ranks disagree or
+hang, an output differs from the target's own, or a change does not come out as it must.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import policies
+from cpu_server import CpuServer, draft_arguments, target_arguments
+from policy_changes import PolicyChanges
+from rank_soak import RankSoak
+from steered_server import SteeredServer, num_switches
+from swinging_load import Asked, SwingingLoad, post
+from tiny_models import write_models
+from traffic import Reference, random_requests
+
+from draftdial.controller.cost_profile import CostProfile
+from draftdial.controller.policy_export import rule_file
+from draftdial.controller.policy_file import PolicyFile
+from draftdial.controller.rules import Threshold
+
+NUM_RANKS = 2
+LEVELS = (1, 3, 12, 2, 6, 24, 1, 8, 2)
+"""Requests in flight; the server runs 16 at once."""
+LEVEL_S, CHANGE_EVERY_S, HANG_S = 2.0, 0.8, 90.0
+NUM_REQUESTS = 60
+CHECKER_S = 30.0
+DIVERGE_KEY = "probe_diverge"
+ENVIRONMENT = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}
+
+
+def soak(
+    folder: Path, models: Path, reference: Reference, num_rounds: int, limit_s: float = float("inf")
+) -> dict[str, Any]:
+    """Run a server in `folder` and compare what its two ranks have done; a summary with its `failures`."""
+    asked = _asked(reference)
+    policy = policies.saved(policies.jumping(seed=0), folder / "policy.safetensors")
+    arguments = [*target_arguments(models), *draft_arguments(models), "--tp-size", str(NUM_RANKS)]
+    with SteeredServer(
+        arguments,
+        folder,
+        serve=[str(policy), "--log", str(folder / "decisions.log")],
+        environment=ENVIRONMENT,
+    ) as server:
+        run = RankSoak(
+            SwingingLoad(server.url, asked),
+            PolicyChanges(server.url, _files(), [_misfit()], num_faulty_ranks=NUM_RANKS),
+            num_ranks=NUM_RANKS,
+            levels=LEVELS,
+            level_s=LEVEL_S,
+            change_every_s=CHANGE_EVERY_S,
+            hang_s=HANG_S,
+        )
+        run.run(num_rounds, limit_s)
+        first, second = server.rounds(0), server.rounds(1)
+        is_checked = "Rank consensus checker is enabled" in server.log_text()
+        if not run.failures and not _notices_divergence(server, is_checked):
+            run.failures.append("a rank that had decided otherwise was not noticed")
+    if run.num_rounds < num_rounds:
+        run.failures.append(f"fewer rounds than asked for: {run.num_rounds}")
+    if first != second:
+        run.failures.append("the ranks' own records of their rounds differ")
+    return {
+        "sglang": importlib.metadata.version("sglang"),
+        **run.summary(),
+        "recorded_rounds": [len(first), len(second)],
+        "recorded_switches": num_switches(first),
+        "consensus_checker": is_checked,
+    }
+
+
+def _notices_divergence(server: SteeredServer, is_checked: bool) -> bool:
+    """Let rank 1 differ at the end: `/server_info` must show it, and SGLang's checker end the server."""
+    server.set(**{DIVERGE_KEY: 1})
+    if server.status()["ranks_agree"] != 0 or server.deploy(policies.rule("fixed", k=1)):
+        return False
+    if not is_checked:
+        return True
+    body = {"input_ids": [5, 6, 7], "sampling_params": {"temperature": 0, "max_new_tokens": 20}}
+    try:
+        post(f"{server.url}/generate", body, CHECKER_S)
+    except OSError:
+        return "Found rank divergence" in server.log_text()
+    return False
+
+
+def _asked(reference: Reference) -> list[Asked]:
+    requests = reference.choose(
+        random_requests(seed=1, prompt_tokens=(3, 60), new_tokens=(30, 200)), NUM_REQUESTS
+    )
+    return [
+        Asked(request.prompt, request.new_tokens, right)
+        for request, right in zip(requests, reference.tokens(requests), strict=True)
+    ]
+
+
+def _files() -> list[PolicyFile]:
+    return [
+        *map(policies.jumping, range(8)),
+        *map(policies.learned, range(2)),
+        policies.rule("greedy"),
+        policies.rule("sglang-adaptive"),
+    ]
+
+
+def _misfit() -> PolicyFile:
+    """A rule for tiers that the tiny server has not built."""
+    profile = CostProfile.load("h200-llama3-8b")
+    rule = Threshold(profile.tiers, k=7, batch=8)
+    return rule_file(rule, profile, "warm", name="misfit", fallback=rule)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=50_000, help="decode rounds (default: %(default)s)")
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds at most (default: %(default)g)")
+    args = parser.parse_args()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        write_models(folder)
+        with CpuServer(target_arguments(folder), folder / "reference.log") as target:
+            summary = soak(folder, folder, Reference(target), args.rounds, args.limit)
+    print(json.dumps(summary | {"seconds_with_starts": round(time.monotonic() - began, 1)}, indent=1))
+    return 1 if summary["failures"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

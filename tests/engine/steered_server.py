@@ -1,0 +1,78 @@
+"""A `CpuServer` with draftdial in it, and what tests do to it again and again."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from cpu_server import CpuServer
+from traffic import Request, Sending
+
+from draftdial.controller.policy_file import PolicyFile
+from draftdial.engine_patch.control_keys import policy_key
+from draftdial.engine_patch.decision_log import FLUSH_INTERVAL_S
+from draftdial.engine_patch.log_reader import RecordedLog, read_log
+
+
+class SteeredServer(CpuServer):
+    """Writes into `folder`: its log and what the probe sees (`engine_probe.plugin`)."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        folder: Path,
+        *,
+        serve: Sequence[str] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.folder = folder
+        environment = {"ENGINE_PROBE": str(folder)} | dict(environment or {})
+        super().__init__(arguments, folder / "server.log", serve=serve, environment=environment)
+
+    def deploy(self, file: PolicyFile) -> bool:
+        """Swap the policy, as `draftdial deploy` does without its checks before and after."""
+        return self.set(**{policy_key(file.data): 1})
+
+    def break_policy(self, fault: int) -> bool:
+        """Let its next decision raise (1), be no built tier (2), or be no number (3); see the probe."""
+        return self.set(probe_fault=fault)
+
+    def rounds(self, rank: int = 0) -> list[tuple[int, int]]:
+        """Batch size and k of every decode round so far."""
+        lines = (self.folder / f"rounds-{rank}.txt").read_text().splitlines()
+        return [(int(batch_size), int(k)) for batch_size, k in map(str.split, lines)]
+
+    def signals(self) -> list[dict[str, Any]]:
+        """What the policy saw before each round, and the probe's own count."""
+        return [json.loads(line) for line in (self.folder / "signals-0.jsonl").read_text().splitlines()]
+
+    def recorded(self) -> RecordedLog:
+        """The decision log, where there is one, up to now."""
+        time.sleep(1.1 * FLUSH_INTERVAL_S)
+        Sending(self, [Request((3,), 2)]).answers()  # the log is written when a result is processed
+        return read_log(self.folder / "decisions.log")
+
+    def while_busy(self, sending: Sending, *changes: Callable[[], object], every_s: float = 0.15) -> int:
+        """Make the changes in turn for as long as requests are under way; how many were made."""
+        made = 0
+        while not sending.done():
+            changes[made % len(changes)]()
+            made += 1
+            time.sleep(every_s)
+        return made
+
+
+def shares(rounds: Sequence[tuple[int, int]]) -> dict[int, float]:
+    """The share of rounds at each k."""
+    counts = Counter(k for _, k in rounds)
+    return {k: count / len(rounds) for k, count in sorted(counts.items())}
+
+
+def num_switches(rounds: Sequence[tuple[int, int]]) -> int:
+    """Rounds whose k differs from the round before."""
+    return sum(a[1] != b[1] for a, b in pairwise(rounds))

@@ -1,0 +1,122 @@
+"""`draftdial profile` and `draftdial bench` against real servers: that they work, not what the times are."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import policies
+from cpu_server import CPU_ENVIRONMENT, draft_arguments, target_arguments
+from steered_server import SteeredServer
+from traffic import Reference, Sending, random_requests, tokens_of
+
+from draftdial.controller.cost_profile import CostProfile
+
+SMALL = ["--batches", "1,3", "--contexts", "24,80", "--rounds", "6", "--repeats", "2", "--held-out", "1"]
+
+
+def test_a_running_server_is_profiled_and_goes_on_as_before(
+    steered: SteeredServer, reference: Reference, tmp_path: Path
+) -> None:
+    out = tmp_path / "tiny.json"
+    begun = len(steered.rounds())
+    done = steered.command("profile", steered.url, "--out", str(out), *SMALL)
+    assert (done.returncode, done.stderr) == (0, ""), done
+    profile = CostProfile.load(out)
+    assert profile.tiers == (0, 1, 2, 3) and profile.max_running == 16 and profile.kv_pool_tokens == 16384
+    assert profile.captured_batches.tolist() == [1, 3]
+    document = json.loads(out.read_text())
+    assert "Held-out cells (5 timings" in document["description"] and document["engine"] == "SGLang"
+    measured = json.loads((tmp_path / "tiny.measurements.json").read_text())["results"]
+    assert not [result for result in measured.values() if "failed" in result]
+    cells = [result for result in measured.values() if result["kind"] == "cell"]
+    assert len(cells) == 4
+    for cell in cells:
+        assert {row: timing["rounds"] for row, timing in cell["rows"].items()} == dict.fromkeys(
+            ("off-warm", "off-skip", "k=1", "k=2", "k=3"), 12
+        )
+        assert all(timing["context"] >= cell["context"] for timing in cell["rows"].values())
+    # What was counted did run: 14 rounds of every tier, of 0 twice, in both repeats of the cells at batch 3.
+    ran = [k for batch, k in steered.rounds()[begun:] if batch == 3]
+    assert min(ran.count(k) for k in (1, 2, 3)) >= 2 * 2 * 14 and ran.count(0) >= 2 * 2 * 28
+    assert "draftdial_timing" not in steered.internal_state()
+    requests = reference.choose(random_requests(seed=71), 8)
+    assert tokens_of(Sending(steered, requests).answers()) == reference.tokens(requests)
+
+
+def test_a_profile_is_continued_where_it_stopped(steered: SteeredServer, tmp_path: Path) -> None:
+    out, kept = tmp_path / "tiny.json", tmp_path / "tiny.measurements.json"
+    arguments = ("profile", steered.url, "--out", str(out), *SMALL[:-4], "--repeats", "1", "--held-out", "0")
+    assert steered.command(*arguments).returncode == 0
+    whole = json.loads(kept.read_text())
+    missing = next(name for name in whole["results"] if "cell batch 3" in name)
+    del whole["results"][missing]
+    kept.write_text(json.dumps(whole))
+    begun = len(steered.rounds())
+    assert steered.command(*arguments).returncode == 0
+    assert {batch for batch, _ in steered.rounds()[begun:]} <= {1, 2, 3}
+    again = json.loads(kept.read_text())["results"]
+    assert again.keys() == whole["results"].keys() | {missing}
+    assert all(again[name] == result for name, result in whole["results"].items())
+
+
+def test_servers_are_started_with_and_without_speculation(models: Path, tmp_path: Path) -> None:
+    out = tmp_path / "own.json"
+    policy = policies.saved(policies.learned(seed=0), tmp_path / "policy.safetensors")
+    arguments = [*target_arguments(models), *draft_arguments(models)]
+    command = [sys.executable, "-m", "draftdial.controller.cli", "profile", "--out", str(out)]
+    done = subprocess.run(
+        [*command, *SMALL, "--policy", str(policy), "--", *arguments],
+        env=os.environ | CPU_ENVIRONMENT,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done
+    rows = {row["row"]: row["cells"] for row in json.loads(out.read_text())["rows"]}
+    assert not any(cell.get("inferred") for cell in rows["nospec"])
+    assert {"nospec cell batch 3 context 80", "nospec prefill batch 0 context 0"} <= set(
+        json.loads((tmp_path / "own.measurements.json").read_text())["results"]
+    )
+
+
+def test_arms_are_compared_and_the_server_is_put_back(
+    steered: SteeredServer, reference: Reference, tmp_path: Path
+) -> None:
+    lengths = tmp_path / "lengths.csv"
+    lengths.write_text("arrival_s,input_tokens,output_tokens\n0,20,12\n0.1,40,8\n0.2,9,16\n0.3,30,10\n")
+    before = steered.status()
+    done = steered.command(
+        *("bench", steered.url, "--arms", "steer", "off", "sglang-adaptive", "fixed-3"),
+        *("--no-spec", reference.server.url, "--closed", "1,4", "--rates", "20", "--trace", str(lengths)),
+        *("--requests", "4", "--repeats", "1", "--lengths", f"trace:{lengths}", "--out", str(tmp_path / "b")),
+    )
+    assert done.returncode == 0, done
+    document = json.loads((tmp_path / "b" / "bench.json").read_text())
+    assert len(document["runs"]) == 4 * 5 and {run["failed"] for run in document["runs"]} == {0}
+    by_arm = {run["arm"]: run for run in document["runs"] if run["load"] == 4.0}
+    assert by_arm["off"]["rounds_at_k"].keys() == {"0", "1", "2", "3"}
+    assert by_arm["off"]["rounds_at_k"]["0"] == by_arm["off"]["rounds"] > 0
+    assert by_arm["fixed-3"]["rounds_at_k"]["3"] == by_arm["fixed-3"]["rounds"] > 0
+    assert "rounds" not in by_arm["no-spec"] and by_arm["no-spec"]["output_tok_s"] > 0
+    assert len(list(csv.reader((tmp_path / "b" / "bench.csv").open()))) == 21
+    after = steered.status()
+    assert [after[name] for name in ("mode", "forced_k", "policy_sha256")] == [
+        before[name] for name in ("mode", "forced_k", "policy_sha256")
+    ]
+
+
+def test_requests_that_fail_fail_the_benchmark(steered: SteeredServer, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [{"id": str(i), "category": "x", "ids": [5] * (5000 if i == 2 else 9)} for i in range(8)]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = steered.command(
+        *("bench", steered.url, "--arms", "steer", "--closed", "2", "--requests", "16", "--repeats", "1"),
+        *("--prompts", str(prompts), "--out", str(tmp_path / "b")),
+    )
+    assert done.returncode in (1, 2) and "Traceback" not in done.stderr, done
+    assert "longer than" in done.stderr or "exceed" in done.stderr, done
+    assert steered.status()["forced_k"] == -1

@@ -1,0 +1,19 @@
+"""A short run of `make soak-tp`: two ranks under everything that may change, and an alarm that rings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from soak_tp import soak
+from traffic import Reference
+
+ROUNDS = 2_000
+
+
+def test_two_ranks_never_disagree(tmp_path: Path, models: Path, reference: Reference) -> None:
+    summary = soak(tmp_path, models, reference, ROUNDS)
+    assert summary["failures"] == []
+    assert summary["rounds"] >= ROUNDS
+    assert min(summary["changes"].values()) > 0
+    assert summary["recorded_switches"] > ROUNDS / 20
+    assert summary["aborts"] > 0

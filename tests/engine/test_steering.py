@@ -1,0 +1,160 @@
+"""Whatever decides k, and however often it changes, outputs are those of the target alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+import policies
+import pytest
+from steered_server import SteeredServer, num_switches, shares
+from traffic import Reference, Request, Sending, random_requests, tokens_of
+
+
+@pytest.fixture
+def requests(reference: Reference) -> list[Request]:
+    """24 staggered requests."""
+    return reference.choose(random_requests(seed=11), 24)
+
+
+@pytest.fixture(autouse=True)
+def _sound(steered: SteeredServer) -> Iterator[None]:
+    """Each test begins in mode steer with the first policy, and ends without an error."""
+    assert steered.set(draftdial_mode=0)
+    assert steered.set(draftdial_force_k=-1)
+    assert steered.deploy(policies.learned(seed=0))
+    before = steered.status()
+    yield
+    after = steered.status()
+    assert after["fallback"] == ""
+    assert after["errors"] == before["errors"], after["last_error"]
+
+
+def test_a_learned_policy_changes_no_output(
+    steered: SteeredServer, reference: Reference, requests: list[Request]
+) -> None:
+    before = steered.status()
+    assert tokens_of(Sending(steered, requests).answers()) == reference.tokens(requests)
+    after = steered.status()
+    assert after["mode"] == "steer"
+    assert after["policy_id"] == policies.learned(seed=0).policy_id
+    assert after["decisions"] - before["decisions"] > 50
+    assert after["observed"] == after["decisions"]
+    assert sum(after[f"rounds_at_k.{k}"] for k in policies.TIERS) == after["decisions"]
+
+
+def test_switching_in_most_rounds_changes_no_output(
+    steered: SteeredServer, reference: Reference, requests: list[Request]
+) -> None:
+    assert steered.deploy(policies.jumping(seed=1))
+    start = len(steered.rounds())
+    assert tokens_of(Sending(steered, requests).answers()) == reference.tokens(requests)
+    rounds = steered.rounds()[start:]
+    assert num_switches(rounds) > 0.5 * len(rounds)
+    assert min(shares(rounds).get(k, 0.0) for k in policies.TIERS) > 0.05
+    assert max(batch_size for batch_size, _ in rounds) >= 8
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sglang-adaptive", "threshold"])
+def test_rules_deploy_like_policies(steered: SteeredServer, reference: Reference, kind: str) -> None:
+    # All at once, and one that is left alone at the end.
+    together = reference.choose(random_requests(seed=16, new_tokens=(60, 120), spread_s=0.0), 8)
+    alone = reference.choose(random_requests(seed=17, new_tokens=(250, 250), spread_s=0.0), 1)
+    requests = together + alone
+    parameters = {"k": 3, "batch": 2} if kind == "threshold" else {}
+    file = policies.rule(kind, **parameters)
+    assert steered.deploy(file)
+    start = len(steered.rounds())
+    assert tokens_of(Sending(steered, requests).answers()) == reference.tokens(requests)
+    assert steered.status()["policy_kind"] == kind
+    if kind == "threshold":
+        assert {k == 3 for batch_size, k in steered.rounds()[start:] if batch_size <= 2} == {True}
+        assert {k for batch_size, k in steered.rounds()[start:] if batch_size > 2} == {0}
+
+
+def test_a_policy_is_swapped_under_load(
+    steered: SteeredServer, reference: Reference, requests: list[Request]
+) -> None:
+    before = steered.status()["deploys"]
+    files = [policies.jumping(seed) for seed in (2, 3, 4)]
+    sending = Sending(steered, requests)
+    made = steered.while_busy(sending, *[lambda file=file: steered.deploy(file) for file in files])
+    assert tokens_of(sending.answers()) == reference.tokens(requests)
+    assert made >= 5
+    status = steered.status()
+    assert status["deploys"] == before + made
+    assert status["policy_id"] == files[(made - 1) % 3].policy_id
+
+
+def test_off_and_on_again_under_load(
+    steered: SteeredServer, reference: Reference, requests: list[Request]
+) -> None:
+    assert steered.deploy(policies.rule("fixed", k=3))
+    start = len(steered.rounds())
+    sending = Sending(steered, requests)
+    made = steered.while_busy(
+        sending, lambda: steered.set(draftdial_mode=2), lambda: steered.set(draftdial_mode=0)
+    )
+    assert tokens_of(sending.answers()) == reference.tokens(requests)
+    assert made >= 5
+    rounds = steered.rounds()[start:]
+    assert set(shares(rounds)) == {0, 3}
+    assert 3 <= num_switches(rounds) <= made
+
+
+def test_forcing_k_overrides_the_policy(steered: SteeredServer, reference: Reference) -> None:
+    requests = reference.choose(random_requests(seed=12, spread_s=0.0), 4)
+    for k in policies.TIERS:
+        assert steered.set(draftdial_force_k=k)
+        start = len(steered.rounds())
+        assert tokens_of(Sending(steered, requests).answers()) == reference.tokens(requests)
+        assert set(shares(steered.rounds()[start:])) == {k}
+        assert (steered.status()["forced_k"], steered.status()["k"]) == (k, k)
+
+
+def test_shadow_leaves_the_rounds_to_sglang(
+    steered: SteeredServer, reference: Reference, requests: list[Request]
+) -> None:
+    assert steered.deploy(policies.rule("fixed", k=0))
+    assert steered.set(draftdial_mode=1)
+    start = len(steered.rounds())
+    assert tokens_of(Sending(steered, requests).answers()) == reference.tokens(requests)
+    status = steered.status()
+    assert (status["mode"], status["wanted_k"]) == ("shadow", 0)
+    assert max(shares(steered.rounds()[start:])) > 0
+
+
+def test_second_turns_hit_the_prefix_cache(steered: SteeredServer, reference: Reference) -> None:
+    assert steered.deploy(policies.jumping(seed=5))
+    first = reference.choose(random_requests(seed=13, new_tokens=(60, 120), spread_s=0.3), 8)
+    said = Sending(steered, first).answers()
+    assert tokens_of(said) == reference.tokens(first)
+    second = [
+        Request((*request.prompt, *answer.tokens, *range(5, 5 + n)), 60)
+        for n, (request, answer) in enumerate(zip(first, said, strict=True), 1)
+    ]
+    second = reference.choose(chain(second, random_requests(seed=14)), 8)
+    sending = Sending(steered, second)
+    assert tokens_of(sending.answers()) == reference.tokens(second)
+    follow_ups = [
+        answer.meta["cached_tokens"] for answer in sending.answers() if answer.meta["cached_tokens"]
+    ]
+    assert len(follow_ups) >= 6
+    assert min(follow_ups) >= 60  # the first turn's output, and not only its prompt
+
+
+def test_aborts_leave_the_others_alone(
+    steered: SteeredServer, reference: Reference, requests: list[Request]
+) -> None:
+    assert steered.deploy(policies.jumping(seed=6))
+    aborted = reference.choose(random_requests(seed=15, new_tokens=(900, 1000), spread_s=1.0), 6)
+    doomed = Sending(steered, aborted, name="doomed")
+    sending = Sending(steered, requests)
+    steered.while_busy(
+        doomed, *[lambda i=i: steered.post("/abort_request", {"rid": f"doomed-{i}"}) for i in range(6)]
+    )
+    for answer, whole in zip(doomed.answers(), reference.tokens(aborted), strict=True):
+        assert answer.meta["finish_reason"]["type"] == "abort"
+        assert answer.tokens == whole[: len(answer.tokens)]
+        assert len(answer.tokens) < len(whole)
+    assert tokens_of(sending.answers()) == reference.tokens(requests)
