@@ -42,7 +42,7 @@ test-releases:
 # REAL_PAIR names a folder that holds the real pair (tests/real_pair/README.md).
 test-real-pair:
 	venv=$$(PYTHON=$(PYTHON) tests/engine/install.sh $(SOAK_RELEASE)) && \
-	  $$venv/bin/python -m pytest -q tests/real_pair
+	  $$venv/bin/python -m pytest -q --confcutdir=tests/real_pair tests/real_pair
 
 soak:
 	venv=$$(PYTHON=$(PYTHON) tests/engine/install.sh $(SOAK_RELEASE)) && \

@@ -15,6 +15,8 @@ COMMANDS = {
     "tune": ("controller.tune", "tune the rivals on training seeds"),
     "inspect": ("controller.inspect_policy", "print a policy file's card and a picture of its choices"),
     "export-rule": ("controller.export_rule", "write a rule as a policy file"),
+    "profile": ("controller.profile_server", "measure a server and write its cost profile"),
+    "bench": ("controller.bench", "drive a server and compare how it is steered"),
     "bench-sim": ("controller.bench_sim", "time the simulator"),
     "bench-decide": ("controller.bench_decide", "time a decision on a server's launch path"),
     "toy": ("controller.toy", "compare the learner with an exact dynamic programme"),
@@ -24,11 +26,13 @@ COMMANDS = {
     "set": ("engine_patch.set_command", "change a running server's mode, or force k"),
     "deploy": ("engine_patch.deploy_command", "put a policy file into a running server"),
     "explain": ("engine_patch.explain_command", "read a decision log out in words"),
+    "export-acceptance": ("controller.export_acceptance", "write fitted acceptance as recorded arrays"),
+    "record-acceptance": ("controller.record_acceptance", "record acceptance at every output position"),
     "demo": ("controller.demo", "train, export and compare"),
 }
 """Module and summary; a module is imported only when called, as training needs more than inspecting."""
 
-_FORWARDING = ("serve", "doctor")
+_FORWARDING = ("serve", "doctor", "profile")
 """Commands whose arguments after `--` are SGLang's."""
 
 

@@ -142,6 +142,9 @@ class Features:
         sizes = (len(_LOGARITHMIC), 2 * NUM_MEMORIES, len(_LINEAR), NUM_MEMORIES * self.belief.max_k)
         self._logarithmic, evidence, self._linear, acceptance, advice = np.split(raw, np.cumsum(sizes))
         self._evidence = evidence.reshape(2, NUM_MEMORIES, num_servers)
+        # Logarithms in double precision round to the same single ones on every processor.
+        self._logs = np.zeros((len(_LOGARITHMIC), num_servers))
+        self._evidence_logs = np.zeros((2, NUM_MEMORIES, num_servers))
         self._acceptance = acceptance.reshape(NUM_MEMORIES, self.belief.max_k, num_servers)
         self._advice = advice.reshape(NUM_MEMORIES, len(self.tiers) - 1, num_servers)
         self._raw_of_server = raw.T
@@ -182,9 +185,10 @@ class Features:
     def _read_belief(self) -> None:
         """Bring what follows from the belief alone up to date."""
         reached = self.belief.reached
-        self._evidence[0] = reached[:, :, 0]
-        self._evidence[1] = reached[:, :, -1]
-        np.log1p(self._evidence, out=self._evidence)
+        self._evidence_logs[0] = reached[:, :, 0]
+        self._evidence_logs[1] = reached[:, :, -1]
+        np.log1p(self._evidence_logs, out=self._evidence_logs)
+        self._evidence[:] = self._evidence_logs
         self._acceptance[:] = mean = self.belief.mean_by_depth()
         tokens = self._rows.accumulate(np.add, self._rows.accumulate(np.multiply, mean))
         tokens += 1.0
@@ -209,7 +213,7 @@ class Features:
         waited_s = clock.waited_s(round_id, rows.read(signals.oldest_wait_rounds))
 
         rows.write(
-            self._logarithmic,
+            self._logs,
             (
                 running,
                 context,
@@ -221,7 +225,8 @@ class Features:
                 round_id - rows.read(self.belief.last_informed_round),
             ),
         )
-        np.log1p(self._logarithmic, out=self._logarithmic)
+        np.log1p(self._logs, out=self._logs)
+        self._logarithmic[:] = self._logs
         rows.write(
             self._linear,
             (

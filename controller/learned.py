@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,26 +27,38 @@ class Network:
 
     def __init__(self, tensors: Mapping[str, Float32Array]) -> None:
         self.tensors = {name: np.ascontiguousarray(value, np.float32) for name, value in tensors.items()}
-        self._first, self._second, self._logits = (
-            (np.ascontiguousarray(self.tensors[f"{layer}.weight"].T), self.tensors[f"{layer}.bias"])
-            for layer in ("hidden.0", "hidden.1", "logits")
-        )
-        self._num_hidden = len(self._second[1])
-        self._num_advice = len(self._logits[0]) - self._num_hidden
+        self._double, self._single = self._layers(np.float64), self._layers(np.float32)
+        self._num_hidden = len(self.tensors["hidden.1.bias"])
+        self._num_advice = self.tensors["logits.weight"].shape[1] - self._num_hidden
 
     def logits(self, observation: Float32Array) -> Float32Array:
-        """(num_servers, num_tiers) from observations of shape (num_servers, num_features)."""
-        hidden = np.dot(observation, self._first[0])
-        hidden += self._first[1]
+        """(num_servers, num_tiers) from observations of shape (num_servers, num_features).
+
+        One server's are worked out in double precision: libraries add up in different orders on different
+        processors, and ranks of one server must round to the same logits all the same.
+        """
+        first, second, third = self._double if len(observation) == 1 else self._single
+        hidden = np.dot(observation, first[0])
+        hidden += first[1]
         np.tanh(hidden, out=hidden)
-        last = np.empty((len(observation), self._num_hidden + self._num_advice), np.float32)
+        last = np.empty((len(observation), self._num_hidden + self._num_advice), hidden.dtype)
         top = last[:, : self._num_hidden]
-        np.add(np.dot(hidden, self._second[0]), self._second[1], out=top)
+        np.add(np.dot(hidden, second[0]), second[1], out=top)
         np.tanh(top, out=top)
         last[:, self._num_hidden :] = observation[:, observation.shape[1] - self._num_advice :]
-        logits: Float32Array = np.dot(last, self._logits[0])
-        logits += self._logits[1]
-        return logits
+        logits: NDArray[Any] = np.dot(last, third[0])
+        logits += third[1]
+        return logits.astype(np.float32, copy=False)
+
+    def _layers(self, dtype: type[np.floating[Any]]) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+        """Weights, transposed, and biases."""
+        return [
+            (
+                np.ascontiguousarray(self.tensors[f"{name}.weight"].T, dtype),
+                self.tensors[f"{name}.bias"].astype(dtype),
+            )
+            for name in ("hidden.0", "hidden.1", "logits")
+        ]
 
 
 class LearnedPolicy:

@@ -46,7 +46,7 @@ class OneRow:
         """`operation.accumulate` along axis 1, in place."""
         return operation.accumulate(array, axis=1, out=array)
 
-    def write(self, into: NDArray[np.float32], values: Sequence[Numbers]) -> None:
+    def write(self, into: NDArray[Any], values: Sequence[Numbers]) -> None:
         """Fill `into`, shape `(len(values), 1)` and contiguous."""
         into.reshape(-1)[:] = values
 
@@ -83,7 +83,7 @@ class ManyRows:
             operation(array[:, i - 1], array[:, i], out=array[:, i])
         return array
 
-    def write(self, into: NDArray[np.float32], values: Sequence[Numbers]) -> None:
+    def write(self, into: NDArray[Any], values: Sequence[Numbers]) -> None:
         """Fill `into`, shape `(len(values), num_servers)`."""
         for row, value in zip(into, values, strict=True):
             row[:] = value

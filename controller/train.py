@@ -38,6 +38,7 @@ from draftdial.envs.fitted_acceptance import FittedAcceptance, random_domains
 from draftdial.envs.profile_rows import ProfileRows
 from draftdial.envs.random_profiles import random_profile
 from draftdial.envs.replayed_acceptance import ReplayedAcceptance
+from draftdial.envs.shipped_acceptance import SHIPPED_RECORDINGS, ShippedAcceptance
 from draftdial.envs.simulated_engine import ServerOptions
 from draftdial.envs.suite import workload_sha256
 from draftdial.envs.vector_env import Sb3VectorEnv, SpeculationVectorEnv
@@ -101,6 +102,8 @@ class _Setup:
         if config.acceptance.kind == "replayed":
             for path in config.acceptance.domains:
                 self.hashes[f"acceptance/{Path(path).name}"] = sha256_of(Path(path).read_bytes())
+        if isinstance(self.acceptance, ShippedAcceptance):
+            self.hashes[f"acceptance/{self.acceptance.name}"] = self.acceptance.sha256
 
     def episodes(self, num_servers: int, seed: int) -> Episodes:
         """Servers that take turns over the profiles."""
@@ -139,6 +142,8 @@ class _Setup:
             return ReplayedAcceptance(acceptance.domains)
         if acceptance.kind == "fitted":
             return FittedAcceptance(acceptance.domains, acceptance.num_arrays)
+        if acceptance.kind in SHIPPED_RECORDINGS:
+            return ShippedAcceptance(acceptance.kind)
         return random_domains(rng, acceptance.num_domains, acceptance.num_arrays)
 
 

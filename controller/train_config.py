@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from draftdial.controller.errors import UserError
 from draftdial.envs.lengths import as_lengths
 from draftdial.envs.scenario import Scenario
+from draftdial.envs.shipped_acceptance import SHIPPED_RECORDINGS
 
 MAX_SEED = 2**31 - 1
 
@@ -37,7 +38,7 @@ class AcceptanceConfig:
     """How well the draft guesses."""
 
     kind: str = MISSING
-    """`randomised`, `fitted` or `replayed`."""
+    """`randomised`, `fitted`, `replayed`, or the name of a shipped recording."""
     domains: list[str] = MISSING
     """fitted: names of shipped domains. replayed: paths of JSONL files."""
     num_domains: int = MISSING
@@ -125,7 +126,7 @@ def load_config(overrides: Sequence[str]) -> tuple[TrainConfig, str]:
 
 
 def _composed(overrides: list[str]) -> Any:
-    overrides = [override.lstrip("+") for override in overrides]
+    overrides = [_named_profile(override.lstrip("+")) for override in overrides]
     resumed = next((o.split("=", 1)[1] for o in overrides if o.startswith("resume=")), None)
     if resumed is None or resumed == "null":
         with initialize_config_module("draftdial.conf", version_base="1.3"):
@@ -142,6 +143,15 @@ def _composed(overrides: list[str]) -> Any:
             f"train: resume: {resumed}/config.yaml cannot be read; allowed: the folder of a run"
         ) from None
     return OmegaConf.merge(kept, OmegaConf.from_dotlist(overrides))
+
+
+def _named_profile(override: str) -> str:
+    """`profile=FILE.json` as the key that takes files; any other override as it is."""
+    group, _, choice = override.partition("=")
+    if group != "profile" or not choice.endswith(".json"):
+        return override
+    quoted = choice.replace("\\", "\\\\").replace("'", "\\'")
+    return f"profile.names=['{quoted}']"
 
 
 def _check_key(key: str) -> None:
@@ -168,7 +178,9 @@ def _one_line(message: str) -> str:
 def _check(config: TrainConfig) -> None:
     ppo, scenario = config.ppo, config.scenario
     _one_of("objective.name", config.objective.name, ("throughput", "latency", "slo"))
-    _one_of("acceptance.kind", config.acceptance.kind, ("randomised", "fitted", "replayed"))
+    _one_of(
+        "acceptance.kind", config.acceptance.kind, ("randomised", "fitted", "replayed", *SHIPPED_RECORDINGS)
+    )
     _one_of("engine.off_mode", config.engine.off_mode, ("warm", "skip"))
     _one_of("engine.lag", config.engine.lag, (1, 2))
     _one_of("scenario.mode", scenario.mode, ("closed", "open"))
@@ -217,7 +229,7 @@ def _check(config: TrainConfig) -> None:
         raise UserError("train: scenario.utilisation_low: must be above 0 and at most utilisation_high")
     if config.acceptance.kind == "randomised":
         _at_least("acceptance.num_domains", config.acceptance.num_domains, 5)
-    elif not config.acceptance.domains:
+    elif config.acceptance.kind not in SHIPPED_RECORDINGS and not config.acceptance.domains:
         raise UserError("train: acceptance.domains: empty; allowed: at least two domains")
 
 

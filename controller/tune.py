@@ -26,6 +26,7 @@ from draftdial.controller.sglang_rule import DEFAULT_CONFIG, tuning_grid
 from draftdial.controller.signals import FloatArray
 from draftdial.envs.contenders import Card, Server
 from draftdial.envs.evaluate import Metrics
+from draftdial.envs.shipped_acceptance import SHIPPED_RECORDINGS
 from draftdial.envs.simulated_engine import ServerOptions
 from draftdial.envs.suite import Acceptance, Cell, Suite, make_cells, workload_sha256
 from draftdial.envs.trials import Batch, Trial, Workers, make_batches, trials_of
@@ -222,7 +223,7 @@ def add_setting(parser: argparse.ArgumentParser, default_profile: str | None) ->
         "--acceptance",
         nargs="+",
         metavar="A",
-        help="fitted, or [DOMAIN=]FILE.jsonl ... (default: fitted, but a log brings its own)",
+        help=f"fitted, {SHIPPED_RECORDINGS[0]}, or [DOMAIN=]FILE ... (default: fitted; a log brings its own)",
     )
     parser.add_argument("--off-mode", choices=("warm", "skip"), help="is the draft's KV kept at k = 0")
     parser.add_argument("--lag", type=int, choices=(1, 2), default=2, help="rounds until an outcome is seen")

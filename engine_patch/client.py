@@ -63,7 +63,23 @@ class Server:
             )
         return answer
 
+    def states(self) -> list[dict[str, Any]]:
+        """The internal state of every data-parallel replica, SGLang's own fields among them."""
+        states: list[dict[str, Any]] = self._ask("/server_info", None)["internal_states"]
+        return states
+
+    def post(self, path: str, body: dict[str, Any]) -> bytes:
+        """The answer of `path` to a JSON body, whatever it is."""
+        return self._fetch(path, body)
+
     def _ask(self, path: str, body: dict[str, Any] | None) -> Any:
+        content = self._fetch(path, body)
+        try:
+            return json.loads(content)
+        except ValueError as error:
+            raise UserError(f"{self.url}{path}: {_shown(str(error))}, so this is no SGLang server") from None
+
+    def _fetch(self, path: str, body: dict[str, Any] | None) -> bytes:
         headers = {"Content-Type": "application/json"}
         if self._api_key is not None:
             headers["Authorization"] = f"Bearer {self._api_key}"
@@ -71,7 +87,8 @@ class Server:
         try:
             request = urllib.request.Request(self.url + path, data, headers)
             with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
-                return json.loads(response.read())
+                content: bytes = response.read()
+                return content
         except urllib.error.HTTPError as error:
             said = _shown(error.read(2000).decode("utf-8", "replace"))
             hint = "; give --api-key" if error.code in (401, 403) else ""

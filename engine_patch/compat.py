@@ -48,7 +48,7 @@ def hooks(text: str) -> list[Hook]:
 
 
 def has_consensus_checker() -> bool:
-    """Does SGLang check here that all ranks do the same? 0.5.23 can, if asked to by its variable."""
+    """Does SGLang check here that all ranks do the same? 0.5.19 and later can, if asked to by a variable."""
     from sglang.srt.environ import envs
 
     switch = getattr(envs, "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER", None)

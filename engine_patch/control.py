@@ -13,7 +13,7 @@ from typing import Any
 
 from draftdial.controller.errors import UserError
 from draftdial.engine_patch import dial as dials
-from draftdial.engine_patch import rank_agreement
+from draftdial.engine_patch import rank_agreement, round_timer
 from draftdial.engine_patch.control_keys import (
     FORCE_K_KEY,
     MODE_KEY,
@@ -23,6 +23,7 @@ from draftdial.engine_patch.control_keys import (
     policy_bytes,
 )
 from draftdial.engine_patch.dial import Dial
+from draftdial.engine_patch.measurement_plan import MEASURE_KEY, MeasurementPlan
 from draftdial.engine_patch.rank_agreement import Vote
 from draftdial.engine_patch.server_tiers import Refused
 from draftdial.engine_patch.settings import MODES
@@ -51,7 +52,7 @@ def around_set_internal_state(
     if not own:
         return original(scheduler, recv_req, *args, **kwargs)
     dial = dials.current()
-    change, reason = _checked(dial, own)
+    change, reason = _checked(dial, own, scheduler)
     vote = Vote(reason, change.name, f"{dial.decision_hash:x}" if dial else "")
     reason = rank_agreement.refusal(rank_agreement.gather(scheduler, vote))
     answer = None
@@ -83,19 +84,24 @@ def after_get_internal_state(result: Any, scheduler: Any, *args: Any, **kwargs: 
         votes = rank_agreement.gather(scheduler, Vote("", state, f"{dial.decision_hash:x}"))
         status |= {"ranks": len(votes), "ranks_agree": int(not rank_agreement.refusal(votes))}
     result.internal_state["draftdial"] = status
+    timer = round_timer.current()
+    if timer is not None:
+        result.internal_state["draftdial_timing"] = timer.report()
 
 
-def _checked(dial: Dial | None, own: dict[str, Any]) -> tuple[Change, str]:
+def _checked(dial: Dial | None, own: dict[str, Any], scheduler: Any) -> tuple[Change, str]:
     """The change that is asked for and why this rank refuses it, empty if it does not.
 
     Raises nothing: a rank that left here would keep the others waiting for its vote.
     """
     try:
-        if dial is None:
-            raise Refused(f"nothing is steered here: {dials.inactive_reason()}")
         if len(own) > 1:
             raise Refused(f"{len(own)} draftdial keys in one request, allowed: one")
         [(key, value)] = own.items()
+        if key.startswith(MEASURE_KEY):
+            return _measurement(dial, key, scheduler), ""
+        if dial is None:
+            raise Refused(f"nothing is steered here: {dials.inactive_reason()}")
         return _change(dial, key, value), ""
     except (Refused, UserError) as error:
         reason = str(error)
@@ -122,6 +128,21 @@ def _change(dial: Dial, key: str, value: Any) -> Change:
         dial.check_force_k(k)
         return Change(f"force_k {'none' if k is None else k}", lambda: dial.force_k(k))
     raise Refused(f"{key[:80]}: no such key, allowed: {MODE_KEY}, {FORCE_K_KEY}, a policy key")
+
+
+def _measurement(dial: Dial | None, key: str, scheduler: Any) -> Change:
+    if key == MEASURE_KEY:
+        return Change("end of the measurement", round_timer.stop)
+    plan = MeasurementPlan.from_key(key)
+    for phase in plan.phases:
+        if (phase.k is None) != (dial is None):
+            what = "a server that is steered" if dial else f"one that is not: {dials.inactive_reason()}"
+            raise Refused(f"measurement: phase {phase} on {what}")
+        if dial is not None:
+            dial.check_force_k(phase.k)
+    return Change(
+        f"measurement {plan.number} at batch {plan.batch}", lambda: round_timer.start(plan, scheduler)
+    )
 
 
 def _numbered(mode: str) -> str:

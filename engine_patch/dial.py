@@ -14,6 +14,7 @@ from draftdial.controller import policy_file
 from draftdial.controller.policy import Policy
 from draftdial.controller.policy_file import PolicyFile
 from draftdial.controller.signals import RoundOutcome, RoundSignals
+from draftdial.engine_patch import round_timer
 from draftdial.engine_patch.counters import Counters
 from draftdial.engine_patch.decision_log import DecisionLog
 from draftdial.engine_patch.metrics import Metrics
@@ -87,8 +88,9 @@ def inactive_reason() -> str:
 class Dial:
     """SGLang's `AdaptiveSpecPolicy`, by duck type. One per scheduler process, the same on every rank.
 
-    Which k runs: the forced one; else 0 in mode `off`, SGLang's own rule in `shadow`, and the policy in
-    `steer`. The policy is asked every round in every mode, so that it is never behind when it takes over.
+    Which k runs: that of a measurement; else the forced one; else 0 in mode `off`, SGLang's own rule in
+    `shadow`, and the policy in `steer`. The policy is asked every round in every mode, so that it is never
+    behind when it takes over.
 
     An error of the policy, or a k that this server has not built, latches `fallback`: from then on the
     file's threshold rule stands in for the policy, until another one is deployed. Ranks see the same
@@ -154,7 +156,10 @@ class Dial:
             return steps
         wanted = self._wanted(signals, batch_size)
         k = wanted
-        if self.forced_k is not None:
+        planned = round_timer.planned_k()
+        if planned is not None:
+            k = planned
+        elif self.forced_k is not None:
             k = self.forced_k
         elif self.mode == "off":
             k = 0

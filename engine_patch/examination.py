@@ -26,6 +26,7 @@ from draftdial.engine_patch.launch_checks import (
     check_off_mode,
     check_plugin,
     check_release,
+    check_replay,
     check_tiers,
     stale_graphs,
 )
@@ -63,6 +64,7 @@ class _Examination:
         self.needs = self.policy_needs()
         if settings.LOG in self.launch.variables:
             self.found(check_log(Path(self.launch.variables[settings.LOG])))
+        self.found(*check_replay({**environment, **self.launch.variables}))
         self.given = sglang.parse(request.arguments)
         unsupported = release.text if release.level == "problem" else self.steered()
         if unsupported is not None and not request.strict:
@@ -149,6 +151,8 @@ def _variables(request: Request, environment: Mapping[str, str]) -> dict[str, st
         settings.MODE: request.mode,
         settings.START: "strict" if request.strict else "warn",
     }
+    if request.replay:
+        variables[settings.REPLAY] = settings.replay_variable(request.replay)
     log = request.log or environment.get(settings.LOG)
     if log:
         variables[settings.LOG] = os.path.abspath(log)

@@ -21,6 +21,8 @@ class Request:
     log: Path | None
     arguments: tuple[str, ...]
     """For SGLang's server."""
+    replay: tuple[str, ...] = ()
+    """Files of recorded acceptance to accept by, each `FILE` or `DOMAIN=FILE`."""
 
 
 @dataclass
@@ -58,6 +60,13 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
         "--warn", dest="strict", action="store_false", help="start it all the same, by a rule that is safe"
     )
     parser.add_argument("--log", type=Path, metavar="FILE", help="record every decision in FILE")
+    parser.add_argument(
+        "--replay-acceptance",
+        action="append",
+        default=[],
+        metavar="[DOMAIN=]FILE",
+        help="for benchmarks only: accept what is recorded in FILE, one a domain; answers mean nothing",
+    )
 
 
 def request_of(args: argparse.Namespace) -> Request:
@@ -68,4 +77,5 @@ def request_of(args: argparse.Namespace) -> Request:
     """
     if not args.engine_arguments:
         raise UserError(f"{args.command}: nothing for SGLang: put -- and then the arguments of its server")
-    return Request(args.policy, args.mode, args.strict, args.log, tuple(args.engine_arguments))
+    replay = tuple(args.replay_acceptance)
+    return Request(args.policy, args.mode, args.strict, args.log, tuple(args.engine_arguments), replay)

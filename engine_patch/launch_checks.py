@@ -6,7 +6,9 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from draftdial.controller.errors import UserError
 from draftdial.engine_patch import compat, settings
+from draftdial.engine_patch.acceptance_arrays import AcceptanceArrays
 from draftdial.engine_patch.launch_arguments import Finding, Given, Needs
 from draftdial.engine_patch.sglang_arguments import Resolved
 
@@ -74,6 +76,19 @@ def check_log(path: Path) -> Finding:
     if path.is_dir() or not os.access(place, os.W_OK):
         return Finding("problem", "log", f"{path}: cannot be written: name a file in a folder that exists")
     return Finding("ok", "log", str(path))
+
+
+def check_replay(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Whether recorded acceptance can be replayed, and a warning where it will be."""
+    configured = settings.Settings.from_environment(environment)
+    if configured is None or not configured.replay:
+        return
+    try:
+        arrays = AcceptanceArrays.read(configured.replay)
+    except UserError as error:
+        yield Finding("problem", "acceptance replay", str(error))
+    else:
+        yield Finding("warning", "acceptance replay", f"{arrays}: what this server answers is meaningless")
 
 
 def stale_graphs(version: str, resolved: Resolved) -> str | None:

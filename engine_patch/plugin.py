@@ -61,17 +61,20 @@ def hooks() -> list[Hook]:
 def _register_hooks(settings: Settings) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from draftdial.engine_patch import compat, dial, steering
+    from draftdial.engine_patch import acceptance_replay, compat, dial, round_timer, steering
     from draftdial.engine_patch.compat import Hook
 
     wanted = hooks()
     if settings.inactive:
         dial.install(None, settings.inactive)
         wanted = [hook for hook in wanted if hook.target.endswith("_internal_state")]
+        wanted.append(Hook(f"{SCHEDULER}.Scheduler.run_batch", "around", round_timer.around_run_batch))
     else:
         wanted += compat.hooks(compat.release())
         if compat.has_consensus_checker():
             wanted.append(Hook(f"{CONTROLLER}.activate_step_by_batch", "after", steering.after_activate_step))
+        if settings.replay:
+            wanted += acceptance_replay.hooks()
         compat.quieten()
     for target, kind, hook in wanted:
         HookRegistry.register(target, hook, HookType(kind))

@@ -6,7 +6,7 @@ No variable `DRAFTDIAL_POLICY`: no settings, and the plugin does nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast, get_args
@@ -24,6 +24,11 @@ FORCE_K = "DRAFTDIAL_FORCE_K"
 LOG = "DRAFTDIAL_LOG"
 LOG_MB = "DRAFTDIAL_LOG_MB"
 INACTIVE = "DRAFTDIAL_INACTIVE"
+REPLAY = "DRAFTDIAL_REPLAY_ACCEPTANCE"
+BENCHMARK = "DRAFTDIAL_BENCHMARK"
+
+SIMULATED = "SGLANG_SIMULATE_ACC_LEN"
+"""SGLang's own way to make acceptance up."""
 
 DEFAULT_LOG_MB = 64
 
@@ -43,6 +48,8 @@ class Settings:
     """The most the decision log takes on disk."""
     inactive: str = ""
     """Why `draftdial serve --warn` gave up steering before the server started; shown in `/server_info`."""
+    replay: tuple[tuple[str, Path], ...] = ()
+    """Domains and files of recorded acceptance to accept by, which makes the answers meaningless."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings | None:
@@ -66,7 +73,48 @@ class Settings:
             log=Path(log) if log else None,
             log_bytes=_whole_number(LOG_MB, environment.get(LOG_MB) or str(DEFAULT_LOG_MB), 1) << 20,
             inactive=environment.get(INACTIVE, ""),
+            replay=_replay(environment),
         )
+
+
+def replay_variable(files: Sequence[str]) -> str:
+    """The value of `DRAFTDIAL_REPLAY_ACCEPTANCE` for `files`, each `FILE` or `DOMAIN=FILE`.
+
+    Raises:
+        UserError: a file's path or domain cannot be part of a variable.
+    """
+    named = [_named_file(text) for text in files]
+    joined = os.pathsep.join(f"{domain}={os.path.abspath(path)}" for domain, path in named)
+    if joined.count(os.pathsep) >= len(named):
+        raise UserError(f"{REPLAY}: found {' '.join(files)}, allowed: paths without {os.pathsep!r}")
+    return joined
+
+
+def _replay(environment: Mapping[str, str]) -> tuple[tuple[str, Path], ...]:
+    """Domains and files, where nobody could take the answers for real ones."""
+    value = environment.get(REPLAY)
+    if not value:
+        return ()
+    if environment.get(BENCHMARK) != "1":
+        raise UserError(
+            f"{REPLAY}: makes all answers meaningless; allowed: where {BENCHMARK}=1 says it is a benchmark"
+        )
+    if environment.get(SIMULATED):
+        raise UserError(f"{SIMULATED}: found {environment[SIMULATED]!r}, allowed with {REPLAY}: unset")
+    if environment.get(START) == "warn":
+        raise UserError(f"{START}: found 'warn', allowed with {REPLAY}: strict")
+    files = tuple(_named_file(text) for text in value.split(os.pathsep))
+    if not all(path.is_absolute() for _, path in files):
+        raise UserError(f"{REPLAY}: found {value!r}, allowed: absolute paths")
+    if len(dict(files)) < len(files):
+        raise UserError(f"{REPLAY}: found {value!r}, allowed: each domain once")
+    return files
+
+
+def _named_file(text: str) -> tuple[str, Path]:
+    """The domain and the path in `DOMAIN=FILE`; a plain path is called by its stem."""
+    domain, equals, path = text.partition("=")
+    return (domain, Path(path)) if equals else (Path(text).stem, Path(text))
 
 
 def _one_of(environment: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str:

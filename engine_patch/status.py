@@ -9,6 +9,7 @@ from typing import Any
 
 from draftdial.controller.files import sha256_of
 from draftdial.controller.signals import RoundSignals
+from draftdial.engine_patch import acceptance_replay
 from draftdial.engine_patch import dial as dials
 from draftdial.engine_patch.control_keys import NO_FORCED_K
 from draftdial.engine_patch.dial import Dial
@@ -65,6 +66,7 @@ def _active(dial: Dial) -> dict[str, Any]:
         "deploys": counters.deploys,
         "last_control": dial.last_control,
         "decision_hash": f"{dial.decision_hash:x}",
+        "acceptance_replay": acceptance_replay.description(),
     }
     if dial.log is not None:
         status["log_error"] = dial.log.error

@@ -78,6 +78,8 @@ def status_lines(status: Status) -> Iterator[str]:
     yield _line("deploys", f"{status['deploys']}")
     if status["last_control"]:
         yield _line("refused", f"the last change: {status['last_control']}")
+    if status.get("acceptance_replay"):
+        yield _line("REPLAYED", f"acceptance: {status['acceptance_replay']}")
 
 
 def report_lines(status: Status) -> Iterator[str]:

@@ -13,11 +13,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from draftdial.controller.errors import UserError
-from draftdial.engine_patch import compat, dial, rank_agreement
+from draftdial.engine_patch import acceptance_replay, compat, dial, rank_agreement, round_timer
 from draftdial.engine_patch.decision_log import DecisionLog
 from draftdial.engine_patch.dial import Dial
 from draftdial.engine_patch.metrics import Metrics
@@ -78,6 +79,11 @@ def before_run_event_loop(scheduler: Any, *args: Any, **kwargs: Any) -> None:
         except Exception as error:
             reason = _reason(error)
     reason = rank_agreement.refusal(rank_agreement.gather(scheduler, Vote(reason, policy_id, "")))
+    if not reason and settings.replay:
+        try:
+            acceptance_replay.start(settings, scheduler, is_first)
+        except UserError as error:
+            reason = str(error)
     if not reason:
         return
     if bound is not None:
@@ -103,6 +109,9 @@ def around_run_batch(
     run_batch: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """AROUND `Scheduler.run_batch`: the result takes along which round it belongs to."""
+    timer = round_timer.current()
+    if timer is not None:
+        run_batch = partial(timer.run, run_batch)
     bound = dial.current()
     if bound is None or bound.signals is None:
         return run_batch(scheduler, batch, *args, **kwargs)
@@ -196,6 +205,8 @@ def _open_log(settings: Settings, bound: Dial, scheduler: Any) -> DecisionLog | 
         "lag": 2 if getattr(scheduler, "enable_overlap", False) else 1,
         "max_running": int(scheduler.max_running_requests),
     }
+    if settings.replay:
+        header["acceptance_replay"] = [domain for domain, _ in settings.replay]
     return DecisionLog.open(path, settings.log_bytes, header)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from draftdial.controller.acceptance_file import MAX_YIELD
 from draftdial.controller.errors import UserError
 from draftdial.controller.signals import FloatArray, IntArray
 from draftdial.engine_patch.log_format import REQUEST_KINDS
@@ -21,7 +22,7 @@ from draftdial.envs.acceptance import AcceptanceBank
 from draftdial.envs.domains import DomainSchedule
 from draftdial.envs.lengths import Int32Array
 from draftdial.envs.open_loop import WARMUP_SHARE
-from draftdial.envs.replayed_acceptance import MAX_YIELD, bank_of_arrays
+from draftdial.envs.replayed_acceptance import bank_of_arrays
 from draftdial.envs.workload import HashArray, RequestList, Stream, draw_hashes, stream
 
 MIN_KNOWN = 0.25

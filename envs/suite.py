@@ -25,6 +25,7 @@ from draftdial.envs.lengths import LengthModel, as_lengths
 from draftdial.envs.logged_workload import LoggedAcceptance, LoggedTraffic, LoggedWorkload
 from draftdial.envs.replayed_acceptance import ReplayedAcceptance
 from draftdial.envs.scenario import domain_tokens
+from draftdial.envs.shipped_acceptance import SHIPPED_RECORDINGS, ShippedAcceptance
 from draftdial.envs.simulated_engine import ServerOptions, SimulatedEngine
 from draftdial.envs.workload import RequestList, Workload, make_workload
 
@@ -84,25 +85,29 @@ class Suite:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Where the domains of every workload get their acceptance: the fitted model, or recorded files."""
+    """Where the domains of every workload get their acceptance: the fitted model, or recorded arrays."""
 
-    replayed: ReplayedAcceptance | None = None
+    recorded: ReplayedAcceptance | ShippedAcceptance | None = None
     hashes: Mapping[str, str] | None = None
-    """SHA-256 of the recorded files by domain."""
+    """SHA-256 of the recorded files by domain, or of the shipped one by name."""
     is_asked_for: bool = False
     """Is it what the user asked for? Else a decision log brings its own, if it shows enough of it."""
 
     @classmethod
     def parse(cls, specs: Sequence[str] | None) -> Self:
-        """`fitted`, or JSONL paths, each as `PATH` or `NAME=PATH`; a plain path is called by its stem."""
+        """`fitted`, a shipped recording, or JSONL paths: `PATH`, called by its stem, or `NAME=PATH`."""
         if specs is None:
             return cls()
         if list(specs) == ["fitted"]:
             return cls(is_asked_for=True)
-        named = [spec.partition("=") if "=" in spec else (Path(spec).stem, "=", spec) for spec in specs]
+        if len(specs) == 1 and specs[0] in SHIPPED_RECORDINGS:
+            shipped = ShippedAcceptance(specs[0])
+            return cls(shipped, {shipped.name: shipped.sha256}, is_asked_for=True)
+        named = [spec.partition("=") if "=" in spec else (_stem(spec), "=", spec) for spec in specs]
         paths = {name: path for name, _, path in named}
         if len(paths) < len(specs):
-            raise UserError(f"acceptance: found {' '.join(specs)}; allowed: fitted, or one file per domain")
+            allowed = f"{', '.join(('fitted', *SHIPPED_RECORDINGS))}, or one file per domain"
+            raise UserError(f"acceptance: found {' '.join(specs)}; allowed: {allowed}")
         replayed = ReplayedAcceptance(paths)
         hashes = {name: sha256_of(Path(path).read_bytes()) for name, path in paths.items()}
         return cls(replayed, hashes, is_asked_for=True)
@@ -117,11 +122,11 @@ class Acceptance:
 
         A recorded domain stands for the one of the same name; the other names take the recorded ones in turn.
         """
-        if self.replayed is None:
+        if self.recorded is None:
             return FittedAcceptance(names), np.arange(len(names))
-        domains = self.replayed.domains
+        domains = self.recorded.domains
         places = [domains.index(n) if n in domains else i % len(domains) for i, n in enumerate(names)]
-        return self.replayed, np.array(places)
+        return self.recorded, np.array(places)
 
 
 @dataclass(frozen=True, eq=False)
@@ -329,6 +334,10 @@ def _conf_text(group: str, name: str) -> str:
 def _yaml(text: str) -> dict[str, Any]:
     content: Any = OmegaConf.to_container(OmegaConf.create(text))
     return dict(content)
+
+
+def _stem(path: str) -> str:
+    return Path(path.removesuffix(".gz")).stem
 
 
 def _label(name: str) -> str:

@@ -44,7 +44,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 
 def test_the_wheel_holds_every_module_and_every_data_file(wheel: set[str]) -> None:
-    suffixes = {".py", ".yaml", ".json", ".typed"}
+    suffixes = {".py", ".yaml", ".json", ".gz", ".typed"}
     expected = {
         f"draftdial/{path.relative_to(ROOT).as_posix()}"
         for package in PACKAGES

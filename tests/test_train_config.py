@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from draftdial.controller.cli import main as draftdial
+from draftdial.controller.cost_profile import CostProfile
 from draftdial.controller.errors import UserError
 from draftdial.controller.train_config import TrainConfig, load_config
 from draftdial.envs.scenario import Scenario
@@ -148,3 +151,10 @@ def test_two_runs_side_by_side_need_room_for_an_update() -> None:
     # PPO normalises advantages over a minibatch of two at least.
     with pytest.raises(UserError, match=r"ppo\.(num_servers|rounds_per_update).*allowed"):
         load_config(["ppo.num_servers=1", "ppo.rounds_per_update=1"])
+
+
+def test_a_profile_may_be_a_file(make_profile: Callable[..., CostProfile], tmp_path: Path) -> None:
+    path = tmp_path / "it's, mine.json"
+    path.write_text(json.dumps(make_profile().to_document()))
+    config, _ = load_config([f"profile={path}"])
+    assert list(config.profile.names) == [str(path)]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import policies
@@ -117,6 +119,29 @@ def test_requests_that_fail_fail_the_benchmark(steered: SteeredServer, tmp_path:
         *("bench", steered.url, "--arms", "steer", "--closed", "2", "--requests", "16", "--repeats", "1"),
         *("--prompts", str(prompts), "--out", str(tmp_path / "b")),
     )
-    assert done.returncode in (1, 2) and "Traceback" not in done.stderr, done
-    assert "longer than" in done.stderr or "exceed" in done.stderr, done
+    assert done.returncode == 1 and "2 requests were lost or failed" in done.stderr, done
+    assert "longer than" in done.stderr, done
+    [run] = json.loads((tmp_path / "b" / "bench.json").read_text())["runs"]
+    assert run["failed"] == 2
+    assert steered.status()["forced_k"] == -1
+
+
+def test_a_benchmark_that_is_interrupted_puts_the_server_back(steered: SteeredServer, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "draftdial.controller.cli", "bench", steered.url, "--closed", "4"]
+    bench = subprocess.Popen(
+        [*command, "--arms", "fixed-3", "--requests", "2000", "--repeats", "1", "--out", str(tmp_path)],
+        stderr=subprocess.PIPE,
+        text=True,
+        # A parent in the background would hand down that it ignores this signal.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        while steered.status()["forced_k"] != 3:
+            assert bench.poll() is None
+            time.sleep(0.2)
+        bench.send_signal(signal.SIGINT)
+        _, error = bench.communicate(timeout=120)
+    finally:
+        bench.kill()
+    assert (bench.returncode, error) == (130, "")
     assert steered.status()["forced_k"] == -1

@@ -21,13 +21,13 @@ import sglang
 from policies import TIERS, rule
 
 from draftdial.controller.policy_file import write
-from draftdial.engine_patch import compat, dial, plugin, steering
+from draftdial.engine_patch import acceptance_replay, compat, dial, plugin, steering
 from draftdial.engine_patch.scheduler_signals import HEALTH_CHECK_PREFIX, SchedulerSignals
 from draftdial.engine_patch.settings import POLICY
 
 RELEASE = os.environ["SGLANG_RELEASE"]
 ROOT = Path(sglang.__file__).parent.parent
-HOOKS = [*plugin.hooks(), *compat.hooks(RELEASE)]
+HOOKS = [*plugin.hooks(), *compat.hooks(RELEASE), *acceptance_replay.hooks()]
 SRT = "sglang.srt"
 
 TAKES = {
@@ -44,6 +44,8 @@ TAKES = {
     "RuntimeContext.override": ["self", "source"],
     "resolvable_fields": ["cls"],
     "resolve_num_tokens_per_req": [],
+    "EAGLEWorkerV2.forward_batch_generation": ["self", "batch"],
+    "eagle_sample": ["verify_input", "batch"],
 }
 """The positional parameters that the hooks name."""
 
@@ -77,6 +79,7 @@ def test_hooks_find_their_target(hook: compat.Hook) -> None:
         "server_args",
         "enable_overlap",
         "metrics_reporter",
+        "req_to_token_pool",
     ],
 )
 def test_the_scheduler_has_what_is_read(name: str) -> None:
@@ -103,7 +106,7 @@ def test_requests_have_what_is_read_and_take_an_attribute() -> None:
 
 def test_batches_have_what_is_read() -> None:
     fields = annotated(class_of(f"{SRT}.managers.schedule_batch", "ScheduleBatch"))
-    assert {"reqs", "extend_num_tokens", "forward_mode"} <= fields
+    assert {"reqs", "extend_num_tokens", "forward_mode", "req_pool_indices", "seq_lens"} <= fields
 
 
 def test_results_say_their_width_and_take_an_attribute() -> None:
@@ -142,6 +145,17 @@ def test_every_decode_round_asks_once() -> None:
     assert forward.count("self.activate_step_by_batch(") == 1
     worker = source(f"{SRT}.speculative.eagle_worker_v2")
     assert re.search(r"self\.adaptive_controller = AdaptiveController\(", worker)
+
+
+def test_acceptance_is_sampled_by_the_hooked_function_and_returned_in_this_order() -> None:
+    module = "eagle_worker_v2" if compat.version(RELEASE) < (0, 5, 16) else "eagle_worker_common"
+    [call] = [
+        node
+        for node in ast.walk(tree(f"{SRT}.speculative.{module}"))
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("eagle_sample(")
+    ]
+    assert ast.unparse(call.targets[0]) == "(predict, accept_lens, accept_index)"
+    assert "_patched" in source(f"{SRT}.plugins.hook_registry")
 
 
 def test_probes_are_known_by_the_same_prefix() -> None:

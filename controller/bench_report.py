@@ -1,0 +1,157 @@
+"""The document of a benchmark, its table, CSV and plots."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import io
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from draftdial.controller.files import atomic_write
+
+SCHEMA = "draftdial.bench/1"
+_COLUMNS = (
+    ("output tok/s", "output_tok_s", 1.0, ".0f"),
+    ("TTFT ms", "ttft_mean_s", 1e3, ".0f"),
+    ("p99", "ttft_p99_s", 1e3, ".0f"),
+    ("TPOT ms", "tpot_mean_s", 1e3, ".2f"),
+    ("p99", "tpot_p99_s", 1e3, ".2f"),
+    ("E2E s", "e2e_mean_s", 1.0, ".3f"),
+    ("p99", "e2e_p99_s", 1.0, ".3f"),
+    ("SLO", "slo_attainment", 1.0, ".1%"),
+)
+
+Run = dict[str, Any]
+"""One arm under one load, once: `arm`, `workload`, `mode`, `load`, `repeat`, `seed` and its figures."""
+
+
+def cells(runs: Sequence[Run], baseline: str) -> list[dict[str, Any]]:
+    """Every arm under every load: mean figures over the repeats, and its cost relative to `baseline`.
+
+    Cost is mean E2E in open loop and 1 / output tok/s in closed loop, so a ratio below 1 is better. Repeats
+    are paired: the same requests. The interval is Student's t on the logs, 95 %, of that pair alone; it
+    needs two repeats. Runs with failed requests are void and in none of it.
+    """
+    grouped: dict[tuple[str, float | None], dict[str, list[Run]]] = {}
+    for run in runs:
+        grouped.setdefault((run["workload"], run["load"]), {}).setdefault(run["arm"], []).append(run)
+    found = []
+    for arms in grouped.values():
+        for of_arm in arms.values():
+            whole = [run for run in of_arm if not run["failed"]]
+            first = of_arm[0]
+            cell = {key: first[key] for key in ("arm", "workload", "mode", "load")}
+            cell |= {"repeats": len(whole), "failed": sum(run["failed"] for run in of_arm)}
+            if whole:
+                cell["metrics"] = _means(whole)
+            cell["vs_baseline"] = _versus(whole, arms.get(baseline, []))
+            found.append(cell)
+    return found
+
+
+def table(document: dict[str, Any]) -> str:
+    """Aligned text, a block for each load."""
+    lines: list[str] = []
+    baseline = document["baseline"]
+    for load in dict.fromkeys((cell["workload"], cell["load"]) for cell in document["cells"]):
+        rows = [cell for cell in document["cells"] if (cell["workload"], cell["load"]) == load]
+        title = " ".join(str(part) for part in load if part is not None)
+        header = ["arm", *(name for name, *_ in _COLUMNS), f"cost / {baseline}", "95 % interval", "failed"]
+        lines += [f"{title} ({rows[0]['mode']} loop)", *_aligned([header, *map(_row, rows)]), ""]
+    return "\n".join(lines)
+
+
+def write_report(document: dict[str, Any], folder: Path) -> list[Path]:
+    """`bench.csv` with a line a run and, where matplotlib is installed, plots over load."""
+    contents: dict[str, bytes | str] = {"bench.csv": _csv(document["runs"])}
+    if importlib.util.find_spec("matplotlib"):
+        from draftdial.controller.plots import load_plots
+
+        contents |= load_plots(_as_comparison(document))
+    for name, content in contents.items():
+        atomic_write(folder / name, content)
+    return [folder / name for name in contents]
+
+
+def _means(runs: Sequence[Run]) -> dict[str, float]:
+    names = [name for name, value in runs[0].items() if isinstance(value, float) and name != "load"]
+    return {name: float(np.mean([run[name] for run in runs])) for name in names}
+
+
+def _cost(run: Run) -> float:
+    return float(run["e2e_mean_s"] if run["mode"] == "open" else 1 / run["output_tok_s"])
+
+
+def _versus(runs: Sequence[Run], baseline: Sequence[Run]) -> dict[str, float | None] | None:
+    """Ratio of costs and its interval; None where no repeat has both."""
+    costs = {run["repeat"]: _cost(run) for run in baseline if not run["failed"]}
+    logs = np.array([math.log(_cost(run) / costs[run["repeat"]]) for run in runs if run["repeat"] in costs])
+    if not len(logs):
+        return None
+    low = high = None
+    if len(logs) > 1:
+        from draftdial.controller.statistics import combined_interval
+
+        _, low, high = combined_interval([logs])
+    return {
+        "ratio": math.exp(logs.mean()),
+        "low": None if low is None else math.exp(low),
+        "high": None if high is None else math.exp(high),
+    }
+
+
+def _row(cell: dict[str, Any]) -> list[str]:
+    metrics, versus = cell.get("metrics"), cell["vs_baseline"]
+    figures = [format(factor * metrics[key], form) if metrics else "-" for _, key, factor, form in _COLUMNS]
+    ratio = f"{versus['ratio']:.3f}" if versus else "-"
+    known = versus and versus["low"] is not None
+    interval = f"{versus['low']:.3f} to {versus['high']:.3f}" if known else "-"
+    return [cell["arm"], *figures, ratio, interval, str(cell["failed"])]
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(
+            [
+                row[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+            ]
+        )
+        for row in rows
+    ]
+
+
+def _csv(runs: Sequence[Run]) -> str:
+    flat = [
+        {name: value for name, value in run.items() if not isinstance(value, dict | list)}
+        | {f"rounds_at_k{k}": rounds for k, rounds in run.get("rounds_at_k", {}).items()}
+        for run in runs
+    ]
+    names = list(dict.fromkeys(name for run in flat for name in run))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
+    return text.getvalue()
+
+
+def _as_comparison(document: dict[str, Any]) -> dict[str, Any]:
+    """The cells as `compare.json` has them, which the plots read."""
+    rows = [
+        {
+            "profile": document["title"],
+            "policy": cell["arm"],
+            "off_mode": document["off_mode"],
+            **{key: cell[key] for key in ("workload", "mode", "load", "metrics")},
+        }
+        for cell in document["cells"]
+        if "metrics" in cell
+    ]
+    tested = [arm for arm in document["arms"] if arm == "steer" or arm.startswith("policy:")]
+    return {"cells": rows, "summary": dict.fromkeys(tested)}

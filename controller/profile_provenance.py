@@ -1,0 +1,88 @@
+"""What the profile of a measured server says about where its numbers come from."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from draftdial.controller.cell_timings import WARM_UP_ROUNDS
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What `entries` tells of."""
+
+    source: str
+    """Command, date and versions."""
+    grid: dict[str, Any]
+    """That was asked for, as in the measurements file."""
+    is_gpu: bool
+    has_graphs: bool
+    rows: Sequence[str]
+    """All of the profile's."""
+    measured: Sequence[int]
+    """Batches."""
+    captured: Sequence[int]
+    host_bound: Collection[tuple[str, int]]
+    """Row and batch."""
+    failures: Sequence[str]
+    has_nospec: bool
+    has_nospec_prefill: bool
+
+    def entries(self) -> list[dict[str, Any]]:
+        """The document's `provenance`."""
+        found = [
+            self._rounds(),
+            self._entry(
+                ["captured_batches", "max_running", "kv_pool_tokens", "chunked_prefill_tokens"],
+                "As the running server has them.",
+                "Nothing."
+                if self.has_graphs
+                else "Captured batches: the server has no CUDA graphs, so the measured batches stand in.",
+            ),
+            self._entry(
+                ["eager"],
+                "Nothing: no round beyond the largest captured batch was run.",
+                "Such a round grows in proportion to the batch, plus what the launch of the smallest prefill "
+                "took the host.",
+            ),
+            self._entry(
+                ["prefill"],
+                "Median interval from the end of a decode round to the end of the prefill behind it, so what "
+                "a busy server's requests wait for. One prompt a prefill.",
+                "Nothing." if self.has_nospec_prefill else "nospec takes the speculative engine's times.",
+            ),
+            self._entry(
+                ["switch_ms"],
+                "Two tiers in turn, a round each, against both of them in steady state.",
+                "The value at the smallest batch holds for every batch; below 0 counts as 0.",
+            ),
+        ]
+        if not self.has_nospec:
+            missing = "no measurement: no server without speculation was given (--no-spec)"
+            inferred = "All: the times of off-skip. A server without speculation is a bit faster."
+            found.append(self._entry(["nospec"], "Nothing.", inferred) | {"source": missing})
+        return found
+
+    def _rounds(self) -> dict[str, Any]:
+        clock = "GPU events" if self.is_gpu else "the host's clock (no GPU: says nothing of one)"
+        missing = sorted(set(self.captured) - set(self.measured))
+        host_bound = ", ".join(f"{row} at batch {batch}" for row, batch in sorted(self.host_bound))
+        return self._entry(
+            [row for row in self.rows if row != "nospec" or self.has_nospec],
+            f"Median interval between the ends of consecutive decode rounds by {clock}; "
+            f"{self.grid['repeats']} x {self.grid['rounds']} rounds of each k on the same requests, in "
+            f"random order, {WARM_UP_ROUNDS} dropped after each change; the batch alone and complete. "
+            f"Batches {_listed(self.measured)}. context_tokens is the mean over the rounds that were timed.",
+            f"Captured batches without a measurement: {_listed(missing)}; they lie on the line between their "
+            f"neighbours. Host-bound, kept and noted: {host_bound or 'none'}. "
+            f"Cells that failed: {'; '.join(self.failures) or 'none'}.",
+        )
+
+    def _entry(self, covers: Sequence[str], measured: str, inferred: str) -> dict[str, Any]:
+        return {"covers": list(covers), "source": self.source, "measured": measured, "inferred": inferred}
+
+
+def _listed(values: Sequence[int]) -> str:
+    return ", ".join(map(str, values)) or "none"
