@@ -144,7 +144,7 @@ class Dial:
         self, num_correct_drafts_per_req: list[int], batch_size: int, *args: Any, **kwargs: Any
     ) -> int | None:
         """None, so that nothing switches here; in shadow what SGLang's rule says, as it acts."""
-        if self.mode == "shadow" and self.forced_k is None:
+        if self.mode == "shadow" and self.forced_k is None and round_timer.current() is None:
             return self.inner.on_verify_complete(num_correct_drafts_per_req, batch_size, *args, **kwargs)
         return None
 

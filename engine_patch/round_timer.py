@@ -2,8 +2,8 @@
 
 A round's *period* is the time from the end of the batch before it to its own end, on the GPU by CUDA events
 on the stream that runs the forward passes. Events are read when they have passed, so nothing ever waits.
-The host's time to *launch* the batch, and how long the GPU stood *idle* before it, tell rounds whose length
-the GPU set from those that the host set. On a CPU all three come from the host's clock.
+The host's time to *launch* the batch from the decision of its k on, and how long the GPU stood *idle* before,
+tell rounds whose length the GPU set from those that the host set. On a CPU all come from the host's clock.
 """
 
 from __future__ import annotations
@@ -48,9 +48,8 @@ def stop() -> None:
 
 
 def planned_k() -> int | None:
-    """The k that the present measurement runs; None while the policy decides."""
-    phase = None if _timer is None else _timer.progress.current
-    return None if phase is None else phase.k
+    """The k that the present measurement runs, asked where a round's k is decided; None: the policy's."""
+    return None if _timer is None else _timer.decide()
 
 
 def around_run_batch(
@@ -89,6 +88,8 @@ class RoundTimer:
         self._in_flight: deque[tuple[Launched, Launched]] = deque()
         """Batches whose marks may not have passed, each after the one before it."""
         self._previous: Launched | None = None
+        self._decided: tuple[float, Any] | None = None
+        """When the batch's k was decided, on the host and as a mark."""
         self._rounds: dict[int, list[list[float]]] = {}
         self._attempt_of: dict[int, int] = {}
         self._prefills: list[list[float]] = []
@@ -111,10 +112,12 @@ class RoundTimer:
             self._set_skip()
         else:
             self.progress.interrupt()
-        began = time.perf_counter()
-        begin = self._mark()
+        self._decided = None
+        before = (time.perf_counter(), self._mark())
         result = run_batch(scheduler, batch, *args, **kwargs)
         end = self._mark()
+        # Before the decision SGLang may wait for the round before, which is not the host's doing.
+        began, begin = self._decided or before
         launch_ms = 1e3 * (time.perf_counter() - began)
         try:
             # Summed off the launch: reading the lengths of many requests takes longer than a mark.
@@ -126,6 +129,12 @@ class RoundTimer:
         except Exception as error:
             self._fail(error)
         return result
+
+    def decide(self) -> int | None:
+        """The plan's k for the round being launched; from here on the host has only work to do."""
+        self._decided = (time.perf_counter(), self._mark())
+        phase = self.progress.current
+        return None if phase is None else phase.k
 
     def report(self) -> dict[str, Any]:
         """What was measured so far, as JSON takes it.

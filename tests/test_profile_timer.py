@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -133,6 +134,24 @@ def test_a_period_reaches_from_the_end_of_the_batch_before() -> None:
     assert columns == [[0, 0, 0], [0, 1, 2], [-1.0, 7.0, 7.0], [-1.0, 1.0, 0.0], [10, 12, 10]]
 
 
+def test_waiting_before_the_decision_is_not_launching() -> None:
+    measured = server(Phase(3, 2))
+    measured.decode(2, 5.0)
+    slow = time.perf_counter()
+
+    def run_batch(scheduler: Any, batch: Any) -> None:
+        time.sleep(0.05)
+        measured.clock.time_ms += 1.5  # the GPU has nothing to do meanwhile
+        assert measured.timer.decide() == 3
+        measured.clock.time_ms += 4.0
+
+    reqs = [SimpleNamespace(origin_input_ids=[0], output_ids=[]) for _ in range(2)]
+    measured.timer.run(run_batch, measured.scheduler, SimpleNamespace(forward_mode=Mode("decode"), reqs=reqs))
+    whole_ms = 1e3 * (time.perf_counter() - slow)
+    *_, (_, _, period_ms, launch_ms, idle_ms, _) = measured.timer.report()["rounds"]
+    assert (period_ms, idle_ms) == (5.5, 1.5) and launch_ms < whole_ms - 49.0
+
+
 def test_nothing_is_read_before_the_gpu_is_there() -> None:
     measured = server(Phase(3, 2))
     measured.clock.passed_ms = 5.0
@@ -194,10 +213,15 @@ def test_a_measurement_goes_before_policy_and_forced_k(
     dial = make_dial(make_policy_file(1))
     double = SchedulerDouble()
     dial.signals = SchedulerSignals(double)
+    dial.set_mode("shadow")
+    assert dial.on_verify_complete([1], 1) is not None  # SGLang's rule acts
     dial.force_k(0)
     round_timer.start(MeasurementPlan(1, 2, (Phase(3, 1),)), double)
     timer = round_timer.current()
     assert timer is not None and dial.get_steps_for_batch(2) == 3
+    dial.force_k(None)
+    assert dial.on_verify_complete([1], 1) is None
+    dial.force_k(0)
     timer.progress.advance(2, True)
     timer.progress.advance(2, True)
     assert dial.get_steps_for_batch(2) == 0
