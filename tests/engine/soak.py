@@ -40,8 +40,8 @@ MOST_GROWTH_MIB = 6.0
 """Of the scheduler's memory, from the second third of the run to the last; the first fills caches. Of 200,000
 rounds these are 67,000: 100 bytes kept in each would be 6.4."""
 MOST_SLOWDOWN_MS = 2.0
-"""Of `/server_info` between the same, beyond that of another request to the scheduler: other work on the machine
-slows both. Without the shim for it (see `compat.py`) it would be 6 and more."""
+"""Of `/server_info` between the same, beyond that of another request to the scheduler, as other work on the
+machine slows both. Without the shim for it (see `compat.py`) it would be 6 and more."""
 
 
 @dataclass(frozen=True)
