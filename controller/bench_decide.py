@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from draftdial.controller import policy_file
 from draftdial.controller.errors import UserError
+from draftdial.controller.policy_file import PolicyFile, read
+from draftdial.controller.seeded_policy import PROFILE, SEEDED, seeded_policy
 from draftdial.controller.signals import FloatArray
 from draftdial.engine_patch.dial import Dial
 from draftdial.engine_patch.scheduler_signals import SchedulerSignals
@@ -86,7 +87,7 @@ class _Server:
     max_total_num_tokens = POOL_TOKENS
     max_running_requests = MAX_RUNNING
 
-    def __init__(self, policy: Path) -> None:
+    def __init__(self, policy: PolicyFile) -> None:
         self._rng = np.random.default_rng(0)
         self._ids = count()
         self.waiting_queue: list[_Request] = []
@@ -94,9 +95,8 @@ class _Server:
         self.token_to_kv_pool_allocator = self.tree_cache = self
         self._in_flight: deque[tuple[int, int, list[_Request]]] = deque()
         self.num_rounds = 0
-        tiers = _tiers(policy)
-        self.dial = Dial(_Steps(tiers), None)  # type: ignore[arg-type]
-        self.dial.activate(self.dial.load(policy))
+        self.dial = Dial(_Steps(tuple(policy.card["tiers"])), None)  # type: ignore[arg-type]
+        self.dial.activate(self.dial.load(policy.data))
         self._signals = SchedulerSignals(self)
         self.dial.bind(self._signals, None, None)
 
@@ -158,11 +158,11 @@ class _Server:
         return feedback_ns
 
 
-def bench(policy: Path, num_decisions: int = DECISIONS) -> dict[str, Any]:
+def bench(policy: PolicyFile, num_decisions: int = DECISIONS) -> dict[str, Any]:
     """Time `num_decisions` calls of `Dial.get_steps_for_batch`, after a run through every load.
 
     Raises:
-        UserError: `policy` is not a policy file, or the policy failed.
+        UserError: the policy cannot be loaded, or it failed.
     """
     server = _Server(policy)
     cycle = len(CONCURRENCIES) * ROUNDS_AT_EACH
@@ -178,7 +178,7 @@ def bench(policy: Path, num_decisions: int = DECISIONS) -> dict[str, Any]:
     blocks = _allocated_blocks() - blocks
     resident = _usage().ru_maxrss - resident
     if server.dial.fallback is not None:
-        raise UserError(f"{policy}: the policy failed: {server.dial.fallback}")
+        raise UserError(f"{policy.source}: the policy failed: {server.dial.fallback}")
     decision_us, observe_us = times_ns.T / 1e3
     undisturbed = decision_us[SETTLING_ROUNDS:][preempted[SETTLING_ROUNDS:] == preempted[:-SETTLING_ROUNDS]]
     return {
@@ -193,10 +193,6 @@ def bench(policy: Path, num_decisions: int = DECISIONS) -> dict[str, Any]:
         "resident_kb_growth": resident,
         "decision_hash": server.dial.decision_hash,
     }
-
-
-def _tiers(policy: Path) -> tuple[int, ...]:
-    return tuple(policy_file.read(policy).card["tiers"])
 
 
 def _allocated_blocks() -> int:
@@ -215,24 +211,35 @@ def _percentile(values_us: FloatArray, share: float) -> float | None:
 def add_parser(subparsers: Any) -> None:
     """`draftdial bench-decide [POLICY] [--decisions N] [--json]`."""
     parser: argparse.ArgumentParser = subparsers.add_parser("bench-decide", help="time a decision")
-    parser.add_argument("policy", nargs="?", type=Path, metavar="POLICY", help=f"default: {DEFAULT_POLICY}")
+    parser.add_argument(
+        "policy",
+        nargs="?",
+        type=Path,
+        metavar="POLICY",
+        help=f"default: {DEFAULT_POLICY}, or if there is none, fixed random weights",
+    )
     parser.add_argument("--decisions", type=int, default=DECISIONS, metavar="N", help="at least this many")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.set_defaults(run=_run)
 
 
+def _policy(path: Path | None) -> PolicyFile:
+    """The policy at `path`, or where none is named the default one, or one of the same size."""
+    if path is None and not DEFAULT_POLICY.exists():
+        return seeded_policy()
+    return read(path or DEFAULT_POLICY)
+
+
 def _run(args: argparse.Namespace) -> int:
     if args.decisions < 1:
         raise UserError(f"--decisions: found {args.decisions}, allowed: 1 or more")
-    policy = args.policy or DEFAULT_POLICY
-    if args.policy is None and not policy.exists():
-        raise UserError(
-            f"bench-decide: no {policy} here; name a policy file, or make this one by `draftdial demo`"
-        )
+    policy = _policy(args.policy)
     result = bench(policy, args.decisions)
     if args.json:
         print(json.dumps(result))
         return 0
+    if args.policy is None and result["policy"] == SEEDED:
+        print(f"no {DEFAULT_POLICY} here: fixed random weights for {PROFILE} stand in for a trained policy")
     loads = f"loads of 1 to {max(CONCURRENCIES)} requests"
     print(f"policy: {result['policy']}, {result['decisions']:,} decisions under {loads}")
     print(f"on the launch path: median {result['median_us']} µs, p99 {result['p99_us']} µs")

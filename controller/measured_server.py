@@ -41,6 +41,7 @@ class MeasuredServer:
         self.arguments: dict[str, Any] = server.states()[0]
         """SGLang's own, as far as `/server_info` shows them."""
         self.facts = self._begin(MeasurementPlan(self._next(), 1, ()))
+        self._end()
 
     @property
     def is_gpu(self) -> bool:
@@ -116,8 +117,10 @@ class MeasuredServer:
 
     def close(self) -> None:
         """Let the policy decide again."""
-        self.flush()
-        self.server.change(MEASURE_KEY, 0)
+        try:
+            self._end()
+        finally:
+            self.flush()
 
     def _only_status(self) -> dict[str, Any]:
         replicas = self.server.replicas()
@@ -134,6 +137,9 @@ class MeasuredServer:
             reason = self._only_status().get("last_control") or "is draftdial there as old as this one?"
             raise ServerRefused(f"it does not measure: {reason}")
         return self.report()
+
+    def _end(self) -> None:
+        self.server.change(MEASURE_KEY, 0)
 
     def _generate(self, prompts: list[list[int]], new_tokens: int, rids: list[str] | None) -> None:
         parameters = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}

@@ -67,11 +67,14 @@ def write_config(tiers: Sequence[int]) -> Path:
         UserError: the cache cannot be written.
     """
     text = adaptive_config(tiers)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "draftdial")
+    remedy = "set XDG_CACHE_HOME to a folder that can be written"
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "draftdial")
+    except RuntimeError:
+        raise UserError(f"adaptive configuration: this user has no home folder: {remedy}") from None
     path = cache / f"adaptive-{sha256_of(text.encode())[:12]}.json"
     try:
         atomic_write(path, text)
     except OSError as error:
-        remedy = "set XDG_CACHE_HOME to a folder that can be written"
         raise UserError(f"{path}: {error.strerror}: {remedy}") from None
     return path

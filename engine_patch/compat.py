@@ -102,7 +102,7 @@ def growing_overrides_log(result: Any, context: Any, *args: Any, **kwargs: Any) 
     it inside the scheduler's loop: 200,000 switches take 50 MB and 26 ms a request. AFTER `override`: what
     the newest entry repeats is dropped, which changes no fold of the log. Goes when SGLang bounds the log.
     """
-    _drop_repeated(context._overrides_log)
+    _drop_repeated(getattr(context, "_overrides_log", []))
 
 
 def growing_mutations_log(result: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:

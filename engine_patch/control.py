@@ -31,6 +31,9 @@ from draftdial.engine_patch.status import status_of
 
 logger = logging.getLogger(__name__)
 
+MAX_NAME = 200
+"""Characters of a change's name: a request may have any number of keys."""
+
 
 @dataclass(frozen=True)
 class Change:
@@ -107,7 +110,7 @@ def _checked(dial: Dial | None, own: dict[str, Any], scheduler: Any) -> tuple[Ch
         reason = str(error)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-    return Change(" and ".join(key[:80] for key in own), lambda: None), reason
+    return Change(" and ".join(key[:80] for key in own)[:MAX_NAME], lambda: None), reason
 
 
 def _change(dial: Dial, key: str, value: Any) -> Change:
@@ -120,14 +123,24 @@ def _change(dial: Dial, key: str, value: Any) -> Change:
             raise Refused(f"{key}: found {value}, allowed: {', '.join(map(_numbered, MODES))}")
         mode = MODES[int(value)]
         dial.check_mode(mode)
-        return Change(f"mode {mode}", lambda: dial.set_mode(mode))
+        return Change(f"mode {mode}", _ending_measurement(lambda: dial.set_mode(mode)))
     if key == FORCE_K_KEY:
         if value != int(value):
             raise Refused(f"{key}: found {value}, allowed: a tier, or {NO_FORCED_K} for none")
         k = None if value == NO_FORCED_K else int(value)
         dial.check_force_k(k)
-        return Change(f"force_k {'none' if k is None else k}", lambda: dial.force_k(k))
+        return Change(f"force_k {'none' if k is None else k}", _ending_measurement(lambda: dial.force_k(k)))
     raise Refused(f"{key[:80]}: no such key, allowed: {MODE_KEY}, {FORCE_K_KEY}, a policy key")
+
+
+def _ending_measurement(apply: Callable[[], None]) -> Callable[[], None]:
+    """`apply` for an operator who says what is to run: nothing goes before that."""
+
+    def applied() -> None:
+        round_timer.stop()
+        apply()
+
+    return applied
 
 
 def _measurement(dial: Dial | None, key: str, scheduler: Any) -> Change:

@@ -6,13 +6,16 @@ after the next round has been launched. `log_reader.read_log` reads the file.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
+import stat
 import time
 import zlib
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -31,14 +34,15 @@ from draftdial.engine_patch.log_format import (
     is_decision_log,
     record_types,
 )
+from draftdial.engine_patch.settings import MIN_LOG_MB
 
 CAPACITY = {b"rond": 1024, b"outc": 1024, b"reqs": 2048, b"acpt": 65536, b"span": 1024}
 """Records held in memory by kind."""
 FLUSH_INTERVAL_S = 1.0
 """A killed server loses no more than this of its log."""
-MIN_BYTES = 4 << 20
-"""Half of it holds what fills all buffers, with room for a policy file."""
+MIN_BYTES = MIN_LOG_MB << 20
 
+_IN_USE = "another server writes it: name another file"
 _SIGNALS = tuple(field.name for field in fields(RoundSignals))
 
 
@@ -76,7 +80,8 @@ class DecisionLog:
             header: Plain JSON that says what wrote the log; `tiers`, ascending, is required.
 
         Raises:
-            UserError: the file cannot be written, the bound is below 4 MiB, or another file is in the way.
+            UserError: the file cannot be written, the bound is below 4 MiB, another file is in the way, or
+                another server writes this log.
         """
         path = Path(path)
         if max_bytes < MIN_BYTES:
@@ -86,8 +91,9 @@ class DecisionLog:
         types = describe_types(header["tiers"][-1])
         header = {"schema": SCHEMA, **header, "run": os.urandom(8).hex(), "part": 0, "records": types}
         try:
-            if path.is_file() and path.stat().st_size and not is_decision_log(path):
-                raise UserError(f"decision log {path}: found a file of another kind, allowed: a decision log")
+            in_the_way = obstacle(path)
+            if in_the_way is not None:
+                raise UserError(f"decision log {path}: {in_the_way}")
             file = _fresh_file(path)
             log = cls(path, max_bytes, header, file)
             log._begin_part(file)
@@ -154,6 +160,7 @@ class DecisionLog:
                 self._controls.append(self._policy_frame())
         event = {"order": self._next_order(), "time_s": time.time(), "kind": kind, "data": data}
         self._controls.append(_frame(CONTROL, json.dumps(event, default=str).encode(), 1))
+        self.flush()  # they are rare, and an idle server has no round that would take them along
 
     def flush_if_due(self) -> None:
         """Write out what has gathered, if it is much or has waited or nothing will follow soon.
@@ -176,10 +183,10 @@ class DecisionLog:
         self._controls.clear()
         try:
             if self._num_bytes + len(chunk) > self._part_bytes:
-                self._file.close()
-                self._file = _fresh_file(self._path)
+                full, fresh = self._file, _fresh_file(self._path, self._file)
+                full.close()
                 self._header["part"] += 1
-                self._begin_part(self._file)
+                self._begin_part(fresh)
             self._write(chunk)
         except OSError as error:
             self.error = f"{self._path}: {error.strerror or error}"
@@ -250,9 +257,49 @@ def _frame(kind: bytes, payload: bytes, num_records: int) -> bytes:
     return FRAME.pack(kind, num_records, len(payload), zlib.crc32(payload)) + payload
 
 
-def _fresh_file(path: Path) -> BinaryIO:
-    """An empty file at `path`; what was there moves to `path`.1."""
+def obstacle(path: Path) -> str | None:
+    """Why no server can write its log to `path` because of what is there, if so. Never waits.
+
+    Raises:
+        OSError: that cannot be looked at.
+    """
+    for file in (path, Path(f"{path}.1")):
+        try:
+            found = file.stat()
+        except FileNotFoundError:
+            continue
+        if not stat.S_ISREG(found.st_mode):
+            return f"found {file}, which is no regular file, allowed: a new file or a decision log"
+        if found.st_size and not is_decision_log(file):
+            return f"found a file of another kind ({file}), allowed: a new file or a decision log"
+    try:
+        if path.exists():
+            _locked(path, "r+b").close()
+    except BlockingIOError:
+        return _IN_USE
+    return None
+
+
+def _locked(path: Path, mode: str) -> BinaryIO:
+    """The file there, locked until it is closed. Raises BlockingIOError where another server holds it."""
+    file = cast(BinaryIO, path.open(mode))
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise BlockingIOError(errno.EWOULDBLOCK, _IN_USE) from None
+    except OSError:
+        pass  # a file system without locks
+    return file
+
+
+def _fresh_file(path: Path, ours: BinaryIO | None = None) -> BinaryIO:
+    """An empty file at `path`, locked; what was there, `ours` or nobody's, moves to `path`.1."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_file():
-        os.replace(path, f"{path}.1")
-    return path.open("wb")
+        if ours is not None and os.path.samestat(os.fstat(ours.fileno()), path.stat()):
+            os.replace(path, f"{path}.1")
+        else:
+            with _locked(path, "r+b"):
+                os.replace(path, f"{path}.1")
+    return _locked(path, "ab")  # truncates nothing that another server may have begun meanwhile

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,15 +12,17 @@ from typing import Any, Protocol
 import numpy as np
 
 from draftdial.controller import policy_file
+from draftdial.controller.errors import UserError
 from draftdial.controller.policy import Policy
 from draftdial.controller.policy_file import PolicyFile
 from draftdial.controller.signals import RoundOutcome, RoundSignals
 from draftdial.engine_patch import round_timer
 from draftdial.engine_patch.counters import Counters
 from draftdial.engine_patch.decision_log import DecisionLog
+from draftdial.engine_patch.launch_checks import SKIP
 from draftdial.engine_patch.metrics import Metrics
 from draftdial.engine_patch.scheduler_signals import SchedulerSignals
-from draftdial.engine_patch.server_tiers import Refused, ServerTiers
+from draftdial.engine_patch.server_tiers import Refused, ServerTiers, off_mode_of
 from draftdial.engine_patch.settings import MODES, Mode
 from draftdial.engine_patch.shadow_report import ShadowReport
 from draftdial.engine_patch.telemetry import Telemetry
@@ -88,8 +91,9 @@ def inactive_reason() -> str:
 class Dial:
     """SGLang's `AdaptiveSpecPolicy`, by duck type. One per scheduler process, the same on every rank.
 
-    Which k runs: that of a measurement; else the forced one; else 0 in mode `off`, SGLang's own rule in
-    `shadow`, and the policy in `steer`. The policy is asked every round in every mode, so that it is never
+    Which k runs: that of a measurement in the rounds it counts; else the forced one; else 0 in mode `off`,
+    SGLang's own rule in `shadow`, and the policy in `steer`. A dial that was never bound to a scheduler
+    leaves everything to SGLang's own rule. The policy is asked every round in every mode, so that it is never
     behind when it takes over.
 
     An error of the policy, or a k that this server has not built, latches `fallback`: from then on the
@@ -102,6 +106,8 @@ class Dial:
         """SGLang's own rule."""
         self._worker = worker
         self._tiers = ServerTiers(inner.candidate_steps, without_zero)
+        # Once: a measurement sets the variable in the rounds that it counts.
+        self._off_mode = off_mode_of(os.environ)
         self.mode: Mode = "steer"
         self.forced_k: int | None = None
         built = self._tiers.built
@@ -143,15 +149,18 @@ class Dial:
     def on_verify_complete(
         self, num_correct_drafts_per_req: list[int], batch_size: int, *args: Any, **kwargs: Any
     ) -> int | None:
-        """None, so that nothing switches here; in shadow what SGLang's rule says, as it acts."""
-        if self.mode == "shadow" and self.forced_k is None and round_timer.current() is None:
+        """None, so that nothing switches here; what SGLang's rule says where it acts."""
+        is_shadow = self.mode == "shadow" and self.forced_k is None and not round_timer.is_planned()
+        if is_shadow or self.signals is None:
             return self.inner.on_verify_complete(num_correct_drafts_per_req, batch_size, *args, **kwargs)
         return None
 
     def get_steps_for_batch(self, batch_size: int, *args: Any, **kwargs: Any) -> int:
         """k for the decode round that is being launched. Rounds of nothing but health checks keep k."""
         signals = self.signals
-        if signals is None or signals.is_probe_round(batch_size):
+        if signals is None:
+            return self._tiers.at_most(self.inner.get_steps_for_batch(batch_size))
+        if signals.is_probe_round(batch_size):
             steps: int = self._worker.speculative_num_steps
             return steps
         wanted = self._wanted(signals, batch_size)
@@ -164,7 +173,7 @@ class Dial:
         elif self.mode == "off":
             k = 0
         elif self.mode == "shadow":
-            k = self._tiers.at_least(self.inner.get_steps_for_batch(batch_size))
+            k = self._tiers.at_most(self.inner.get_steps_for_batch(batch_size))
         counters, last = self.counters, self._last
         counters.decisions += 1
         counters.rounds_at_k[k] += 1
@@ -224,6 +233,7 @@ class Dial:
             self.counters.fallbacks += 1
             logger.error("draftdial: the threshold rule of %s takes over: %s", self.policy_id, self.fallback)
             self.telemetry.event("fallback", {"reason": self.fallback})
+            self.telemetry.flush(self)
 
     # Policies.
 
@@ -236,6 +246,11 @@ class Dial:
         file = policy_file.read(source)
         policy = policy_file.load_policy(file)
         self._tiers.check_policy(policy, file.source)
+        if 0 in policy.tiers and 0 in self.tiers and file.card["off_mode"] != self._off_mode:
+            raise UserError(
+                f"{file.source}: off_mode: found {file.card['off_mode']}, allowed: {self._off_mode}, "
+                f"by {SKIP}={os.environ.get(SKIP, '')}"
+            )
         return Loaded(file, policy)
 
     def activate(self, loaded: Loaded) -> None:
@@ -351,7 +366,7 @@ class Dial:
         except Exception as error:
             self.fail("decide", error)
         rule = self._loaded.file.card["fallback"]
-        return self._tiers.at_least(rule["k"] if batch_size <= rule["batch"] else 0)
+        return self._tiers.at_most(rule["k"] if batch_size <= rule["batch"] else 0)
 
     def _restart_shadow(self) -> None:
         """A report covers one policy in one stretch of shadowing."""

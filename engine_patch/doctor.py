@@ -44,9 +44,10 @@ def doctor(args: argparse.Namespace) -> int:
 def diagnose(args: argparse.Namespace, sglang: Sglang) -> int:
     """As `doctor`, for the installation `sglang`."""
     environment = dict(os.environ)
-    launch = examine(request_of(args), environment, sglang)
+    request = request_of(args, environment)
+    launch = examine(request, environment, sglang)
     launch.findings += known_defects(sglang.version() or "")
-    starts = not launch.obstacles(args.strict)
+    starts = not launch.obstacles(request.strict)
     if args.json:
         report = {
             "steered": not launch.problems,

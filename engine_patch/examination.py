@@ -28,6 +28,7 @@ from draftdial.engine_patch.launch_checks import (
     check_release,
     check_replay,
     check_tiers,
+    disaggregated,
     stale_graphs,
 )
 from draftdial.engine_patch.sglang_arguments import Resolved, Sglang
@@ -106,7 +107,9 @@ class _Examination:
             return None
         if isinstance(resolved, Resolved):
             self.found(*check_capacity(self.given, self.needs, resolved))
-            unsupported = resolved.unsupported or stale_graphs(self.version, resolved)
+            unsupported = (
+                resolved.unsupported or disaggregated(self.given) or stale_graphs(self.version, resolved)
+            )
         else:
             unsupported = resolved
         if unsupported is None:

@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from draftdial.controller.errors import UserError
 from draftdial.engine_patch.explain import explanation, summary
 from draftdial.engine_patch.log_reader import read_log
 
@@ -35,9 +36,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Print the summary or the round; 0, or a `UserError`."""
     log = read_log(args.file)
-    facts = summary(log) if args.round is None else explanation(log, args.round)
     lines = summary_lines if args.round is None else round_lines
-    print(json.dumps(facts) if args.json else "\n".join(lines(facts)))
+    try:
+        facts = summary(log) if args.round is None else explanation(log, args.round)
+        text = json.dumps(facts) if args.json else "\n".join(lines(facts))
+    except (ValueError, LookupError, TypeError, ArithmeticError, OSError) as error:
+        # What no server writes, behind checksums that are right.
+        raise UserError(f"{args.file}: damaged: a record is out of range ({error})") from None
+    print(text)
     return 0
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from draftdial.controller.errors import UserError
 from draftdial.engine_patch.launch_arguments import Finding
-from draftdial.engine_patch.settings import MODES
+from draftdial.engine_patch.settings import MODE, MODES, START, STARTS, one_of
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,13 @@ class Launch:
 
 def add_launch_options(parser: argparse.ArgumentParser) -> None:
     """The options that `serve` and `doctor` share."""
-    parser.add_argument("--mode", choices=MODES, default=MODES[0], help=f"who decides k (default {MODES[0]})")
+    parser.add_argument("--mode", choices=MODES, help=f"who decides k (default: {MODE}, or {MODES[0]})")
     start = parser.add_mutually_exclusive_group()
     start.add_argument(
-        "--strict", action="store_true", default=True, help="refuse a server that cannot be steered (default)"
+        "--strict",
+        action="store_true",
+        default=None,
+        help=f"refuse a server that cannot be steered (default, unless {START} says warn)",
     )
     start.add_argument(
         "--warn", dest="strict", action="store_false", help="start it all the same, by a rule that is safe"
@@ -69,13 +73,15 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def request_of(args: argparse.Namespace) -> Request:
-    """The request in parsed arguments.
+def request_of(args: argparse.Namespace, environment: Mapping[str, str]) -> Request:
+    """The request in parsed arguments; `environment` says what they leave open.
 
     Raises:
-        UserError: no arguments for SGLang.
+        UserError: no arguments for SGLang, or a variable holds what it may not.
     """
     if not args.engine_arguments:
         raise UserError(f"{args.command}: nothing for SGLang: put -- and then the arguments of its server")
     replay = tuple(args.replay_acceptance)
-    return Request(args.policy, args.mode, args.strict, args.log, tuple(args.engine_arguments), replay)
+    mode = args.mode or one_of(environment, MODE, MODES)
+    strict = one_of(environment, START, STARTS) == "strict" if args.strict is None else args.strict
+    return Request(args.policy, mode, strict, args.log, tuple(args.engine_arguments), replay)

@@ -9,6 +9,7 @@ from pathlib import Path
 from draftdial.controller.errors import UserError
 from draftdial.engine_patch import compat, settings
 from draftdial.engine_patch.acceptance_arrays import AcceptanceArrays
+from draftdial.engine_patch.decision_log import obstacle
 from draftdial.engine_patch.launch_arguments import Finding, Given, Needs
 from draftdial.engine_patch.sglang_arguments import Resolved
 
@@ -72,9 +73,14 @@ def check_tiers(mode: str, needs: Needs, environment: Mapping[str, str]) -> Iter
 
 def check_log(path: Path) -> Finding:
     """Whether the decision log can be written."""
-    place = path if path.exists() else path.parent
-    if path.is_dir() or not os.access(place, os.W_OK):
-        return Finding("problem", "log", f"{path}: cannot be written: name a file in a folder that exists")
+    try:
+        in_the_way = obstacle(path)
+    except OSError as error:
+        in_the_way = f"cannot be written: {error.strerror}"
+    if in_the_way is None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+        in_the_way = "cannot be written: name a file in a folder that exists and can be written"
+    if in_the_way is not None:
+        return Finding("problem", "log", f"{path}: {in_the_way}")
     return Finding("ok", "log", str(path))
 
 
@@ -89,6 +95,14 @@ def check_replay(environment: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("problem", "acceptance replay", str(error))
     else:
         yield Finding("warning", "acceptance replay", f"{arrays}: what this server answers is meaningless")
+
+
+def disaggregated(given: Given) -> str | None:
+    """Why this server is not steered, if it does only the prefill or only the decoding of requests."""
+    role = given.values.get("disaggregation_mode", "null")
+    if role == "null":
+        return None
+    return f"--disaggregation-mode {role}: prefill/decode disaggregation is not supported"
 
 
 def stale_graphs(version: str, resolved: Resolved) -> str | None:

@@ -75,7 +75,9 @@ class _Part:
     def accepts(self) -> Records:
         """Each row with the round and the k of its span."""
         rows, spans = self.records(b"acpt"), self.records(b"span")
-        owner = np.repeat(np.arange(len(spans)), spans["num_requests"])[: len(rows)]
+        ends = np.cumsum(spans["num_requests"], dtype=np.int64)
+        owner = np.searchsorted(ends, np.arange(len(rows)), side="right")
+        owner = owner[owner < len(spans)]
         joined = np.zeros(len(owner), [("round_id", "<i8"), ("k", "<i2"), *rows.dtype.descr])
         for name in ("round_id", "k"):
             joined[name] = spans[name][owner]
@@ -97,7 +99,7 @@ def read_log(path: str | Path) -> RecordedLog:
         before = _read_part(earlier)
         if _follows(before, parts[0]):
             parts.insert(0, before)
-    controls = [_control(text) for part in parts for text in part.frames[CONTROL]]
+    controls = [_control(text, path) for part in parts for text in part.frames[CONTROL]]
     policies = [data for part in parts for data in part.frames[POLICY]]
     return RecordedLog(
         source=str(path),
@@ -122,9 +124,20 @@ def _follows(first: _Part, second: _Part) -> bool:
     )
 
 
-def _control(text: bytes) -> Control:
-    event = json.loads(text)
-    return Control(event["order"], event["time_s"], event["kind"], event["data"])
+def _control(text: bytes, path: Path) -> Control:
+    try:
+        event = json.loads(text)
+        control = Control(event["order"], event["time_s"], event["kind"], event["data"])
+    except (ValueError, LookupError, TypeError, RecursionError):
+        control = None
+    if control is None or not (
+        type(control.order) is int
+        and type(control.time_s) in (int, float)
+        and isinstance(control.kind, str)
+        and isinstance(control.data, dict)
+    ):
+        raise UserError(f"{path}: damaged: a ctrl frame holds no control event")
+    return control
 
 
 def _read_part(path: Path) -> _Part:
@@ -135,15 +148,21 @@ def _read_part(path: Path) -> _Part:
     line, newline, _ = data.partition(b"\n")
     header = _header(line, path)
     frames: dict[bytes, list[bytes]] = defaultdict(list)
-    known = {*record_types(header["tiers"][-1]), CONTROL, POLICY}
+    types = record_types(header["tiers"][-1])
+    known = {*types, CONTROL, POLICY}
     begin = len(line) + len(newline)
     while begin + FRAME.size <= len(data):
-        kind, _, num_bytes, checksum = FRAME.unpack_from(data, begin)
+        kind, num_records, num_bytes, checksum = FRAME.unpack_from(data, begin)
         if kind not in known:
             raise UserError(f"{path}: damaged at byte {begin}: found no frame, allowed: {_names(known)}")
         payload = data[begin + FRAME.size : begin + FRAME.size + num_bytes]
         if len(payload) < num_bytes:
             break  # the server was killed while it wrote this
+        if kind in types and num_bytes != num_records * types[kind].itemsize:
+            raise UserError(
+                f"{path}: damaged at byte {begin}: a {kind.decode()} frame of {num_bytes} bytes "
+                f"says that it holds {num_records} records"
+            )
         if zlib.crc32(payload) != checksum:
             raise UserError(f"{path}: damaged at byte {begin}: a {kind.decode()} frame's checksum is wrong")
         frames[kind].append(payload)

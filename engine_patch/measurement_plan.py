@@ -15,9 +15,9 @@ from draftdial.controller.errors import UserError
 MEASURE_KEY = "draftdial_measure"
 """Alone, with value 0: measure nothing from now on. With a plan behind it, value 1: begin that plan."""
 MAX_ROUNDS = 100_000
-"""Of a plan: about 60 bytes are kept for each."""
+"""Of a plan."""
 
-_PHASE = re.compile(r"(-|\d{1,3}s?)x(\d{1,6})")
+_PHASE = re.compile(r"(-|\d{1,3}s?)x([1-9]\d{0,5})")
 _KEY = re.compile(rf"{MEASURE_KEY}:(\d{{1,15}}):(\d{{1,5}}):(.*)")
 
 
@@ -95,6 +95,10 @@ class PlanProgress:
         self.attempt = 0
         """Grows whenever the present phase starts over because the batch was not what it must be."""
         self._done_rounds = 0
+
+    def __str__(self) -> str:
+        plan = self.plan
+        return f"plan {plan.number} at batch {plan.batch}, phase {self.phase + 1} of {len(plan.phases)}"
 
     @property
     def current(self) -> Phase | None:

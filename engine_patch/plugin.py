@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import sys
 from typing import TYPE_CHECKING
@@ -11,6 +12,8 @@ from draftdial.engine_patch.settings import Settings
 
 if TYPE_CHECKING:
     from draftdial.engine_patch.compat import Hook
+
+logger = logging.getLogger(__name__)
 
 SCHEDULER = "sglang.srt.managers.scheduler"
 PROCESSOR = "sglang.srt.managers.scheduler_components.batch_result_processor"
@@ -58,23 +61,42 @@ def hooks() -> list[Hook]:
     ]
 
 
+def steering_hooks(settings: Settings) -> list[Hook]:
+    """What a server that is steered needs on this release."""
+    from draftdial.engine_patch import acceptance_replay, compat, steering
+    from draftdial.engine_patch.compat import Hook
+
+    wanted = hooks() + compat.hooks(compat.release())
+    if compat.has_consensus_checker():
+        wanted.append(Hook(f"{CONTROLLER}.activate_step_by_batch", "after", steering.after_activate_step))
+    if settings.replay:
+        wanted += acceptance_replay.hooks()
+    return wanted
+
+
+def dead_targets(settings: Settings) -> list[str]:
+    """Those of `steering_hooks` that are not in place: SGLang only logs a target that it does not find."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    live = getattr(HookRegistry, "_patched", None)
+    if live is None:
+        logger.warning("draftdial: this SGLang does not say which hooks are live: not checked")
+        return []
+    return [hook.target for hook in steering_hooks(settings) if hook.target not in live]
+
+
 def _register_hooks(settings: Settings) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from draftdial.engine_patch import acceptance_replay, compat, dial, round_timer, steering
+    from draftdial.engine_patch import compat, dial, round_timer
     from draftdial.engine_patch.compat import Hook
 
-    wanted = hooks()
     if settings.inactive:
         dial.install(None, settings.inactive)
-        wanted = [hook for hook in wanted if hook.target.endswith("_internal_state")]
+        wanted = [hook for hook in hooks() if hook.target.endswith("_internal_state")]
         wanted.append(Hook(f"{SCHEDULER}.Scheduler.run_batch", "around", round_timer.around_run_batch))
     else:
-        wanted += compat.hooks(compat.release())
-        if compat.has_consensus_checker():
-            wanted.append(Hook(f"{CONTROLLER}.activate_step_by_batch", "after", steering.after_activate_step))
-        if settings.replay:
-            wanted += acceptance_replay.hooks()
+        wanted = steering_hooks(settings)
         compat.quieten()
     for target, kind, hook in wanted:
         HookRegistry.register(target, hook, HookType(kind))

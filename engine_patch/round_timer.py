@@ -17,12 +17,14 @@ from typing import Any, NamedTuple
 
 from draftdial.engine_patch import compat
 from draftdial.engine_patch.launch_checks import SKIP
-from draftdial.engine_patch.measurement_plan import MeasurementPlan, PlanProgress
+from draftdial.engine_patch.measurement_plan import MeasurementPlan, Phase, PlanProgress
 
 logger = logging.getLogger(__name__)
 
 MAX_PREFILLS = 1024
 """Prefills that are kept; later ones are not."""
+MAX_ROWS = 10_000
+"""Rounds that are kept: each is about 60 bytes of every `/server_info`. One more ends the timing."""
 
 _timer: RoundTimer | None = None
 
@@ -50,6 +52,16 @@ def stop() -> None:
 def planned_k() -> int | None:
     """The k that the present measurement runs, asked where a round's k is decided; None: the policy's."""
     return None if _timer is None else _timer.decide()
+
+
+def is_planned() -> bool:
+    """Does the present measurement count the newest decode round, and so decide its k?"""
+    return _timer is not None and _timer.slot is not None
+
+
+def description() -> str:
+    """The measurement that may decide k in rounds to come; empty where there is none."""
+    return "" if _timer is None or _timer.progress.is_done else str(_timer.progress)
 
 
 def around_run_batch(
@@ -81,6 +93,8 @@ class RoundTimer:
 
     def __init__(self, plan: MeasurementPlan, scheduler: Any) -> None:
         self.progress = PlanProgress(plan)
+        self.slot: tuple[int, int] | None = None
+        """Phase and place in it of the newest decode round; None if that does not count."""
         self.error = ""
         """Why times are missing; k goes by the plan all the same, as on the other ranks."""
         self._clock: HostClock | CudaClock = HostClock()
@@ -108,7 +122,7 @@ class RoundTimer:
         slot = None
         if is_decode:
             is_alone = not scheduler.waiting_queue and scheduler.chunked_req is None
-            slot = self.progress.advance(len(batch.reqs), is_alone)
+            slot = self.slot = self.progress.advance(len(batch.reqs), is_alone)
             self._set_skip()
         else:
             self.progress.interrupt()
@@ -131,9 +145,12 @@ class RoundTimer:
         return result
 
     def decide(self) -> int | None:
-        """The plan's k for the round being launched; from here on the host has only work to do."""
+        """The plan's k for the round being launched, None if that does not count.
+
+        From here on the host has only work to do.
+        """
         self._decided = (time.perf_counter(), self._mark())
-        phase = self.progress.current
+        phase = self._phase()
         return None if phase is None else phase.k
 
     def report(self) -> dict[str, Any]:
@@ -166,11 +183,14 @@ class RoundTimer:
 
     def _set_skip(self) -> None:
         """SGLang reads the variable in every round at k = 0."""
-        phase = self.progress.current
+        phase = self._phase()
         if phase is None or phase.k != 0:
             self.close()
         else:
             os.environ[SKIP] = "1" if phase.is_skip else "0"
+
+    def _phase(self) -> Phase | None:
+        return None if self.slot is None else self.progress.plan.phases[self.slot[0]]
 
     def _mark(self) -> Any:
         try:
@@ -206,6 +226,8 @@ class RoundTimer:
         is_contiguous = before.slot is not None
         context = launched.num_tokens / launched.num_requests
         times = [period_ms if is_contiguous else -1.0, launched.launch_ms, idle_ms if is_contiguous else -1.0]
+        if sum(map(len, self._rounds.values())) >= MAX_ROWS:
+            raise OverflowError(f"more than {MAX_ROWS} rounds in one measurement")
         self._rounds[phase].append([phase, place, *times, context])
 
     def _fail(self, error: Exception) -> None:

@@ -36,8 +36,9 @@ def serve(args: argparse.Namespace) -> NoReturn:
         UserError: the server would not start, or would not be steered and the start is strict.
     """
     environment = dict(os.environ)  # before SGLang, once imported, adds to it
-    launch = examine(request_of(args), environment, InstalledSglang())
-    obstacles = launch.obstacles(args.strict)
+    request = request_of(args, environment)
+    launch = examine(request, environment, InstalledSglang())
+    obstacles = launch.obstacles(request.strict)
     if obstacles:
         raise UserError(f"serve: {obstacles[0].subject}: {obstacles[0].text}")
     print_warnings(launch)

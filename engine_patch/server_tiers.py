@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+from draftdial.controller.cost_profile import OffMode
 from draftdial.controller.errors import UserError
 from draftdial.controller.policy import Policy
+from draftdial.engine_patch.launch_checks import SKIP
 
 _NO_ZERO = "k = 0 cannot run with rejection sampling"
 
@@ -37,9 +39,9 @@ class ServerTiers:
             raise ValueError(f"k = {k} is not one of {list(self.usable)}")
         return self._runs_as[k]
 
-    def at_least(self, k: int) -> int:
-        """The smallest tier from `k` up that may run, or the largest."""
-        return next((tier for tier in self.usable if tier >= k), self.usable[-1])
+    def at_most(self, k: int) -> int:
+        """The largest tier up to `k` that may run, or the smallest."""
+        return max((tier for tier in self.usable if tier <= k), default=self.usable[0])
 
     def check(self, what: str, k: int) -> None:
         """Raise `Refused` unless `k` may run; `what` opens the complaint."""
@@ -56,3 +58,8 @@ class ServerTiers:
         else:
             return
         raise UserError(f"{source}: tiers: found {list(policy.tiers)}, allowed: {allowed}")
+
+
+def off_mode_of(environment: Mapping[str, str]) -> OffMode:
+    """What a round at k = 0 costs on a server with this environment, by SGLang's reading of its variable."""
+    return "skip" if environment.get(SKIP, "").lower() in ("true", "1", "yes", "y") else "warm"

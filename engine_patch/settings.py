@@ -30,7 +30,12 @@ BENCHMARK = "DRAFTDIAL_BENCHMARK"
 SIMULATED = "SGLANG_SIMULATE_ACC_LEN"
 """SGLang's own way to make acceptance up."""
 
+STARTS = ("strict", "warn")
+
 DEFAULT_LOG_MB = 64
+MIN_LOG_MB = 4
+"""Half of it holds what fills all buffers of the log, with room for a policy file."""
+MAX_LOG_MB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -67,11 +72,14 @@ class Settings:
         force_k = environment.get(FORCE_K)
         return cls(
             policy=policy,
-            mode=cast(Mode, _one_of(environment, MODE, MODES)),
-            strict=_one_of(environment, START, ("strict", "warn")) == "strict",
-            force_k=_whole_number(FORCE_K, force_k, 0) if force_k else None,
+            mode=cast(Mode, one_of(environment, MODE, MODES)),
+            strict=one_of(environment, START, STARTS) == "strict",
+            force_k=_whole_number(FORCE_K, force_k, 0, 255) if force_k else None,
             log=Path(log) if log else None,
-            log_bytes=_whole_number(LOG_MB, environment.get(LOG_MB) or str(DEFAULT_LOG_MB), 1) << 20,
+            log_bytes=_whole_number(
+                LOG_MB, environment.get(LOG_MB) or str(DEFAULT_LOG_MB), MIN_LOG_MB, MAX_LOG_MB
+            )
+            << 20,
             inactive=environment.get(INACTIVE, ""),
             replay=_replay(environment),
         )
@@ -117,15 +125,21 @@ def _named_file(text: str) -> tuple[str, Path]:
     return (domain, Path(path)) if equals else (Path(text).stem, Path(text))
 
 
-def _one_of(environment: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str:
-    """The value of variable `name`; the first of `allowed` where it is not set."""
+def one_of(environment: Mapping[str, str], name: str, allowed: Sequence[str]) -> str:
+    """The value of variable `name`; the first of `allowed` where it is not set.
+
+    Raises:
+        UserError: it is set to something else.
+    """
     value = environment.get(name) or allowed[0]
     if value not in allowed:
         raise UserError(f"{name}: found {value!r}, allowed: {', '.join(allowed)}")
     return value
 
 
-def _whole_number(name: str, text: str, least: int) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise UserError(f"{name}: found {text!r}, allowed: a whole number of {least} or more")
+def _whole_number(name: str, text: str, least: int, most: int) -> int:
+    # So few digits that converting them cannot fail.
+    if not text.isdecimal() or len(text) > 9 or not least <= int(text) <= most:
+        shown = text if len(text) <= 40 else f"{text[:40]}..."
+        raise UserError(f"{name}: found {shown!r}, allowed: a whole number from {least} to {most}")
     return int(text)

@@ -9,7 +9,7 @@ from typing import Any
 
 from draftdial.controller.files import sha256_of
 from draftdial.controller.signals import RoundSignals
-from draftdial.engine_patch import acceptance_replay
+from draftdial.engine_patch import acceptance_replay, round_timer
 from draftdial.engine_patch import dial as dials
 from draftdial.engine_patch.control_keys import NO_FORCED_K
 from draftdial.engine_patch.dial import Dial
@@ -47,6 +47,8 @@ def _active(dial: Dial) -> dict[str, Any]:
         "policy_kind": dial.file.card["kind"],
         "policy_sha256": sha256_of(dial.file.data),
         "mode": dial.mode,
+        "is_bound": int(dial.signals is not None),
+        "measuring": round_timer.description(),
         "forced_k": NO_FORCED_K if dial.forced_k is None else dial.forced_k,
         "k": dial.last_k,
         "wanted_k": dial.last_wanted_k,

@@ -50,6 +50,10 @@ def status_lines(status: Status) -> Iterator[str]:
     yield _line("policy", f"{status['policy_id']} ({status['policy_name']}), tiers {tiers}")
     forced = f", k = {status['forced_k']} forced" if status["forced_k"] >= 0 else ""
     yield _line("mode", f"{status['mode']}{forced}; k = {status['k']} now")
+    if not status.get("is_bound", 1):
+        yield _line("NOT BOUND", "the scheduler's loop was not hooked: SGLang's own rule decides")
+    if status.get("measuring"):
+        yield _line("MEASURING", f"{status['measuring']}: it decides k in the rounds that it counts")
     decisions = status["decisions"]
     per_1000 = f" ({1000 * status['switches'] / decisions:.1f} per 1000)" if decisions else ""
     yield _line("decisions", f"{decisions:,}, {status['switches']:,} switches{per_1000}")
@@ -73,6 +77,8 @@ def status_lines(status: Status) -> Iterator[str]:
         yield _line("ranks", f"{status['ranks']}, {alike}")
     yield _line("fallback", status["fallback"] or "none")
     yield _line("errors", f"{status['errors']}: {status['last_error']}" if status["errors"] else "none")
+    if status.get("telemetry_error"):
+        yield _line("telemetry", f"log, metrics and report have ended: {status['telemetry_error']}")
     if status.get("log_error"):
         yield _line("log", f"stopped: {status['log_error']}")
     yield _line("deploys", f"{status['deploys']}")
@@ -87,10 +93,10 @@ def report_lines(status: Status) -> Iterator[str]:
     shadow = {name[len("shadow.") :]: value for name, value in status.items() if name[:7] == "shadow."}
     rounds = shadow.get("rounds", 0)
     if not rounds:
-        yield _line(
-            "shadow", "no rounds yet: `draftdial set URL --mode shadow`, and ask again after some load"
-        )
+        yield _line("shadow", _why_no_report(status))
         return
+    if status["fallback"]:
+        yield _line("FALLBACK", f"only the rounds before the policy failed: {status['fallback']}")
     yield _line("policy", f"{status['policy_id']} ({status['policy_name']}), against SGLang's adaptive rule")
     yield _line("rounds", f"{rounds:,}; both chose the same k in {shadow['same_k'] / rounds:.1%}")
     wanted = ", ".join(f"k={k} {share:.1%}" for k, share in shares(status, "shadow.rounds_at_k."))
@@ -110,6 +116,18 @@ def report_lines(status: Status) -> Iterator[str]:
         "assuming",
         "the costs of the policy's profile, and the batches that the rule met; see docs/operations.md",
     )
+
+
+def _why_no_report(status: Status) -> str:
+    if status.get("telemetry_error"):
+        return f"the report has ended: {status['telemetry_error']}"
+    if status["fallback"]:
+        return f"no rounds: the policy failed, and its threshold rule is not judged: {status['fallback']}"
+    if status["forced_k"] >= 0:
+        return f"no rounds while k = {status['forced_k']} is forced: `draftdial set URL --force-k none`"
+    if status["mode"] == "shadow":
+        return "no rounds yet: ask again after some load"
+    return "no rounds yet: `draftdial set URL --mode shadow`, and ask again after some load"
 
 
 def _seen_text(status: Status) -> str:

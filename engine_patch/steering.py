@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from draftdial.controller.errors import UserError
-from draftdial.engine_patch import acceptance_replay, compat, dial, rank_agreement, round_timer
+from draftdial.engine_patch import acceptance_replay, compat, dial, plugin, rank_agreement, round_timer
 from draftdial.engine_patch.decision_log import DecisionLog
 from draftdial.engine_patch.dial import Dial
 from draftdial.engine_patch.metrics import Metrics
@@ -42,11 +42,28 @@ GRACE_S = 5.0
 _controller: Any = None
 
 
+class AllBatches:
+    """SGLang's own rule, with CUDA graphs for every tier and batch as on ranks that have a dial.
+
+    Capturing is collective: a rank without a dial must capture as many as the others, until all have voted.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def cuda_graph_bs_for_step(self, *args: Any, **kwargs: Any) -> list[int] | None:
+        return None
+
+
 def after_controller_init(result: Any, controller: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER `AdaptiveController.__init__`: tiers are known and not yet built."""
     global _controller
     settings = _settings()
     try:
+        _check_hooks(settings)
         new = Dial(
             controller.params,
             controller.worker,
@@ -57,6 +74,7 @@ def after_controller_init(result: Any, controller: Any, *args: Any, **kwargs: An
         new.force_k(settings.force_k)
     except Exception as error:
         _give_up(settings, _reason(error), getattr(controller.worker, "tp_rank", 0) == 0)
+        controller.params = AllBatches(controller.params)
         return
     _controller = controller
     controller.params = new
@@ -70,14 +88,15 @@ def before_run_event_loop(scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """
     settings, bound, is_first = _settings(), dial.current(), compat.is_first_rank(scheduler)
     reason, policy_id = dial.inactive_reason(), ""
-    if bound is None:
-        reason = reason or compat.adaptive_refusal(scheduler.server_args)
-    else:
-        policy_id = bound.policy_id
-        try:
+    try:
+        if bound is None:
+            _check_hooks(settings)
+            reason = reason or compat.adaptive_refusal(scheduler.server_args)
+        else:
+            policy_id = bound.policy_id
             _bind(bound, scheduler, settings, is_first)
-        except Exception as error:
-            reason = _reason(error)
+    except Exception as error:
+        reason = reason or _reason(error)
     reason = rank_agreement.refusal(rank_agreement.gather(scheduler, Vote(reason, policy_id, "")))
     if not reason and settings.replay:
         try:
@@ -153,9 +172,9 @@ def after_process_batch_result(returned: Any, scheduler: Any, batch: Any, *args:
     try:
         for req in bound.signals.processed(batch):
             bound.telemetry.write(write_end, req)
-        bound.settled()
     except Exception as error:
         bound.fail("result", error)
+    bound.settled()
 
 
 def after_add_request_to_queue(
@@ -189,6 +208,13 @@ def _bind(bound: Dial, scheduler: Any, settings: Settings, is_first_rank: bool) 
     signals = SchedulerSignals(scheduler, has_warm_up=not scheduler.server_args.skip_server_warmup)
     log = _open_log(settings, bound, scheduler) if is_first_rank else None
     bound.bind(signals, log, Metrics.create(scheduler, bound) if is_first_rank else None)
+
+
+def _check_hooks(settings: Settings) -> None:
+    """UserError unless all is hooked: half of it would steer blindly, or never begin to."""
+    dead = plugin.dead_targets(settings)
+    if dead:
+        raise UserError(f"this SGLang has no {' and no '.join(dead)}, which must be hooked")
 
 
 def _open_log(settings: Settings, bound: Dial, scheduler: Any) -> DecisionLog | None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 METRICS_ROUNDS = 40
-"""Observed rounds between two updates of the Prometheus series: SGLang's own default interval."""
+"""Decided rounds between two updates of the Prometheus series: SGLang's own default interval."""
 
 _P = ParamSpec("_P")
 
@@ -54,10 +54,13 @@ class Telemetry:
     def decided(
         self, signals: RoundSignals, asked_k: int, wanted_k: int, acted_k: int, mode_code: int
     ) -> None:
-        """A round was launched; `asked_k` is -1 where `wanted_k` is not the policy's own."""
+        """A round was launched; `asked_k` is -1 where `wanted_k` is not the policy's own.
+
+        The report judges the policy, so it leaves such rounds out.
+        """
         if self.log is not None:
             self.log.round(signals, asked_k, acted_k, mode_code)
-        if self.shadow is not None:
+        if self.shadow is not None and asked_k >= 0:
             self.shadow.decided(signals, wanted_k, acted_k)
 
     @_harmless
@@ -73,8 +76,14 @@ class Telemetry:
         """A result has been processed: time for what may take longer."""
         if self.log is not None:
             self.log.flush_if_due()
-        if self.metrics is not None and dial.counters.observed - self._flushed >= METRICS_ROUNDS:
-            self._flushed = dial.counters.observed
+        if dial.counters.decisions - self._flushed >= METRICS_ROUNDS:
+            self.flush(dial)
+
+    @_harmless
+    def flush(self, dial: Dial) -> None:
+        """Bring the series up to date at once."""
+        self._flushed = dial.counters.decisions
+        if self.metrics is not None:
             self.metrics.flush(dial)
 
     @_harmless

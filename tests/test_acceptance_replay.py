@@ -197,7 +197,7 @@ def test_the_options_of_serve_are_kept_in_order() -> None:
     add_launch_options(parser)
     args = parser.parse_args(["--replay-acceptance", "b=y", "--replay-acceptance", "x.jsonl"])
     args.policy, args.engine_arguments = Path("p"), ["--model-path", "m"]
-    assert request_of(args).replay == ("b=y", "x.jsonl")
+    assert request_of(args, {}).replay == ("b=y", "x.jsonl")
 
 
 # The start.

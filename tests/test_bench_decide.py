@@ -12,19 +12,19 @@ import pytest
 
 from draftdial.controller.bench_decide import CONCURRENCIES, ROUNDS_AT_EACH, bench
 from draftdial.controller.cli import main
-from draftdial.controller.policy_file import PolicyFile
+from draftdial.controller.policy_file import PolicyFile, load_policy
+from draftdial.controller.seeded_policy import seeded_policy
+from draftdial.controller.signals import RoundSignals
 
 CYCLE = len(CONCURRENCIES) * ROUNDS_AT_EACH
 
 
 @pytest.fixture
-def policy(tmp_path: Path, make_policy_file: Callable[..., PolicyFile]) -> Path:
-    path = tmp_path / "policy.safetensors"
-    path.write_bytes(make_policy_file(name="bench").data)
-    return path
+def policy(make_policy_file: Callable[..., PolicyFile]) -> PolicyFile:
+    return make_policy_file(name="bench")
 
 
-def test_times_differ_and_decisions_do_not(policy: Path) -> None:
+def test_times_differ_and_decisions_do_not(policy: PolicyFile) -> None:
     first, second = bench(policy, 1), bench(policy, 1)
     assert first["decision_hash"] == second["decision_hash"] != 0
     assert first["decisions"] == CYCLE  # whole cycles through the loads, whatever was asked for
@@ -35,27 +35,55 @@ def test_times_differ_and_decisions_do_not(policy: Path) -> None:
         assert result["policy"] == "bench"
 
 
-def test_decisions_leave_nothing_behind(policy: Path) -> None:
+def test_decisions_leave_nothing_behind(policy: PolicyFile) -> None:
     """One object kept per decision would show as 8,000; the requests in flight differ by a few."""
     assert abs(bench(policy, 4 * CYCLE)["allocated_blocks_growth"]) < 200
 
 
-def test_the_command_prints_json_without_the_training_software(policy: Path) -> None:
+@pytest.mark.parametrize("is_named", [True, False])
+def test_the_command_prints_json_without_the_training_software(
+    is_named: bool, policy: PolicyFile, tmp_path: Path
+) -> None:
+    """Without a policy file, too: the bare command works anywhere."""
+    (tmp_path / "policy.safetensors").write_bytes(policy.data)
+    named = ["policy.safetensors"] if is_named else []
     code = (
         "import sys\n"
         "for name in ('torch', 'gymnasium', 'numba', 'scipy', 'hydra'): sys.modules[name] = None\n"
         "from draftdial.controller.cli import main\n"
-        f"sys.exit(main(['bench-decide', {str(policy)!r}, '--decisions', '1', '--json']))"
+        f"sys.exit(main(['bench-decide', *{named!r}, '--decisions', '1', '--json']))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["decisions"] == CYCLE
+    result = json.loads(done.stdout)
+    assert result["decisions"] == CYCLE and result["policy"] == ("bench" if is_named else "seeded")
+
+
+def test_the_seeded_policy_is_the_same_every_time_and_not_constant() -> None:
+    first = seeded_policy()
+    assert first.data == seeded_policy().data
+    policy, signals = load_policy(first), RoundSignals.zeros(1)
+    policy.reset(1)
+    signals.max_running[0] = 264
+    chosen = set()
+    for signals.round_id[0], signals.num_running[0] in enumerate((1, 8, 64, 256)):
+        chosen.add(int(policy.decide(signals)[0]))
+    assert len(chosen) > 1
+
+
+def test_standing_in_for_a_trained_policy_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench-decide", "--decisions", "1"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("no runs/demo/policy.safetensors here: fixed random weights")
+    assert "policy: seeded, " in out
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ([], "no runs/demo/policy.safetensors here"),
         (["missing.safetensors"], "missing.safetensors"),
         (["missing.safetensors", "--decisions", "0"], "--decisions: found 0, allowed: 1 or more"),
     ],

@@ -32,6 +32,11 @@ class FakeSglang:
     replicas: list[Dial | None]
     has_plugin: bool = True
     api_key: str | None = None
+    admin_api_key: str | None = None
+    location: str | None = None
+    """Where every request is sent on to."""
+    keys: list[str | None] = field(default_factory=list)
+    """The authorization of every request."""
     raw_answer: bytes | None = None
     delay_s: float = 0.0
     posts: list[dict[str, Any]] = field(default_factory=list)
@@ -39,13 +44,21 @@ class FakeSglang:
 
     def answer(self, path: str, body: bytes, authorization: str | None) -> tuple[int, Any]:
         time.sleep(self.delay_s)
+        self.keys.append(authorization)
+        if self.location is not None:
+            return 307, {}
+        key = self.admin_api_key or self.api_key
+        if self.admin_api_key is not None and path == "/server_info":
+            key = self.api_key
+            if authorization != f"Bearer {key}":
+                return 401, {"error": "Unauthorized", "sent": authorization}
         if path == "/server_info":
             return 200, {
                 "version": "0.5.23",
                 "internal_states": [self._state(dial) for dial in self.replicas],
             }
-        if self.api_key is not None and authorization != f"Bearer {self.api_key}":
-            return 401, {"error": "Unauthorized"}
+        if key is not None and authorization != f"Bearer {key}":
+            return 401, {"error": "Unauthorized", "sent": authorization}
         if path == "/set_internal_state":
             self.posts.append(json.loads(body)["server_args"])
             return 200, [self._change(dial) for dial in self.replicas]
@@ -92,6 +105,8 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeSglang]
                 code, answer = fake.answer(self.path, body, self.headers.get("Authorization"))
                 data = json.dumps(answer).encode() if fake.raw_answer is None else fake.raw_answer
                 self.send_response(code)
+                if fake.location is not None:
+                    self.send_header("Location", fake.location + self.path)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data)
@@ -244,6 +259,59 @@ def test_an_api_key_opens_the_door(
     assert dial.mode == "off"
 
 
+def test_two_keys_open_two_doors(
+    serve: Callable[..., FakeSglang],
+    dial: Dial,
+    policy: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fake = serve(dial, api_key="sesame", admin_api_key="abracadabra")
+    keys = ["--api-key", "sesame", "--admin-api-key", "abracadabra"]
+    assert main(["status", fake.url, *keys]) == 0
+    assert main(["set", fake.url, "--mode", "off", *keys]) == 0
+    assert main(["deploy", str(policy), fake.url, *keys]) == 0
+    assert dial.mode == "off" and dial.counters.deploys == 1
+    capsys.readouterr()
+    err = fails(capsys, 2, "set", fake.url, "--mode", "steer", *keys[:2])
+    assert "HTTP 401" in err and "--admin-api-key" in err and "sesame" not in err
+
+
+def test_a_redirect_is_told_and_not_followed(
+    serve: Callable[..., FakeSglang], dial: Dial, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = serve(dial)
+    fake = serve(dial, location=target.url.replace("://", "://user:secret@"))
+    err = fails(capsys, 2, "status", fake.url, "--api-key", "sesame")
+    assert "HTTP 307: redirects" in err and target.url.removeprefix("http://") in err
+    assert "secret" not in err and "sesame" not in err
+    assert target.keys == [] and fake.keys == ["Bearer sesame"]
+
+
+@pytest.mark.parametrize("key", ["se\nsame", "se\rsame", "sésame"])
+def test_a_key_that_no_header_takes_is_refused_and_not_shown(
+    key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flag in ("--api-key", "--admin-api-key"):
+        err = fails(capsys, 2, "status", "http://127.0.0.1:1", flag, key)
+        assert flag in err and "same" not in err
+
+
+@pytest.mark.parametrize(
+    "url", ["http://user:secret@127.0.0.1:1", "user:secret@127.0.0.1", "http://:secret@["]
+)
+def test_a_password_in_the_url_is_refused_and_not_shown(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    err = fails(capsys, 2, "status", url)
+    assert "no user and no password" in err and "secret" not in err
+
+
+def test_a_status_of_another_version_is_one_line(
+    serve: Callable[..., FakeSglang], capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = {"internal_states": [{"draftdial": {"version": "9.9", "mode": "steer"}}]}
+    fake = serve(None, raw_answer=json.dumps(answer).encode())
+    assert "another version" in fails(capsys, 2, "status", fake.url)
+
+
 @pytest.mark.parametrize("url", ["", "ftp://127.0.0.1", "http://", "http://[", "http://a:b", "http://a?b=c"])
 def test_what_is_no_url_is_said_to_be_none(url: str) -> None:
     with pytest.raises(UserError, match="not the URL of a server"):
@@ -261,7 +329,9 @@ def test_a_server_that_does_not_answer(
     assert "no answer in 0.2 s" in fails(capsys, 2, "status", fake.url, "--timeout", 0.2)
 
 
-@pytest.mark.parametrize("answer", [b"<html>", b"[1]", b'{"internal_states": []}', b"\xff", b""])
+@pytest.mark.parametrize(
+    "answer", [b"<html>", b"[1]", b'{"internal_states": []}', b"\xff", b"", b"[" * 100_000]
+)
 def test_another_kind_of_server(
     answer: bytes, serve: Callable[..., FakeSglang], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,6 +74,14 @@ def dial(make_dial: Callable[..., Dial], make_policy_file: Callable[..., PolicyF
     return dial
 
 
+def test_a_request_of_very_many_keys_makes_a_short_line(
+    scheduler: Scheduler, dial: Dial, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert not scheduler.ask(**{f"draftdial_{number}": 1 for number in range(20_000)})
+    assert dial.last_control == "20000 draftdial keys in one request, allowed: one"
+    assert len(caplog.text) < 500
+
+
 def test_a_mode_is_set(scheduler: Scheduler, dial: Dial) -> None:
     for code, mode in enumerate(("steer", "shadow", "off")):
         assert scheduler.ask(**{MODE_KEY: code})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -17,8 +19,8 @@ from draftdial.controller.errors import UserError
 from draftdial.controller.files import sha256_of
 from draftdial.controller.policy_file import PolicyFile, load_policy
 from draftdial.controller.signals import RoundOutcome, RoundSignals
-from draftdial.engine_patch.decision_log import CAPACITY, MIN_BYTES, DecisionLog
-from draftdial.engine_patch.log_format import FRAME, REQUEST_KINDS
+from draftdial.engine_patch.decision_log import CAPACITY, MIN_BYTES, DecisionLog, obstacle
+from draftdial.engine_patch.log_format import CONTROL, FRAME, REQUEST_KINDS, record_types
 from draftdial.engine_patch.log_reader import read_log
 from draftdial.engine_patch.log_replay import replay, steps
 from draftdial.envs.simulated_engine import ServerOptions, SimulatedEngine
@@ -270,6 +272,44 @@ def test_a_new_server_moves_the_old_log_aside_and_does_not_read_it_as_its_own(pa
     assert read_log(path.with_name("decisions.1")).rounds["round_id"].tolist() == [0, 1, 2]
 
 
+def test_two_servers_do_not_share_a_log(path: Path) -> None:
+    first = DecisionLog.open(path, MIN_BYTES, HEADER)
+    write_rounds(first, 0, 3)
+    with pytest.raises(UserError, match="another server writes it: name another file"):
+        DecisionLog.open(path, MIN_BYTES, HEADER)
+    for begin in range(3, 40_003, 500):
+        write_rounds(first, begin, 500)
+        first.flush_if_due()
+    assert path.with_name("decisions.1").exists(), "the file is another one by now"
+    assert obstacle(path) == "another server writes it: name another file"
+    first.close()
+    assert first.error == "" and read_log(path).rounds["round_id"][-1] == 40_002
+    assert obstacle(path) is None
+    DecisionLog.open(path, MIN_BYTES, HEADER).close()
+
+
+def test_a_log_that_was_deleted_and_begun_by_another_server_is_left_to_it(path: Path) -> None:
+    first = DecisionLog.open(path, MIN_BYTES, HEADER)
+    path.unlink()
+    second = DecisionLog.open(path, MIN_BYTES, HEADER)
+    write_rounds(second, 7, 1)
+    second.flush()
+    for begin in range(0, 20_000, 500):
+        write_rounds(first, begin, 500)
+        first.flush_if_due()
+    assert first.error == f"{path}: another server writes it: name another file"
+    assert read_log(path).rounds["round_id"].tolist() == [7]
+    first.close()
+    second.close()
+
+
+def test_a_change_to_an_idle_server_is_written_at_once(path: Path) -> None:
+    log = DecisionLog.open(path, MIN_BYTES, HEADER)
+    log.control("mode", {"mode": "off"})
+    assert [control.kind for control in read_log(path).controls] == ["mode"]
+    log.close()
+
+
 class FullDisk:
     """A file on a disk that has become full."""
 
@@ -305,8 +345,14 @@ def test_a_log_that_cannot_be_is_refused_in_one_line_before_anything_is_touched(
     with pytest.raises(UserError, match="found a file of another kind"):
         DecisionLog.open(path, MIN_BYTES, HEADER)
     assert path.read_text() == "my thesis"
-    with pytest.raises(UserError, match="cannot be written: Is a directory"):
-        DecisionLog.open(path.parent, MIN_BYTES, HEADER)
+    path.with_name("aside").touch()
+    path.with_name("aside.1").write_text("my other thesis")
+    with pytest.raises(UserError, match="found a file of another kind"):
+        DecisionLog.open(path.with_name("aside"), MIN_BYTES, HEADER)
+    os.mkfifo(path.with_name("pipe"))
+    for other in (path.parent, path.with_name("pipe"), Path("/dev/null")):
+        with pytest.raises(UserError, match="which is no regular file"):
+            DecisionLog.open(other, MIN_BYTES, HEADER)
     with pytest.raises(UserError, match="cannot be written: "):
         DecisionLog.open(path / "below", MIN_BYTES, HEADER)
 
@@ -338,3 +384,34 @@ def test_what_is_no_log_and_what_is_damaged_is_one_line(path: Path) -> None:
         assert "\n" not in str(error.value)
     with pytest.raises(UserError, match="gone: cannot read the decision log: No such file"):
         read_log(path.with_name("gone"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_records", "payload", "complaint"),
+    [
+        (CONTROL, 1, b"{", "holds no control event"),
+        (CONTROL, 1, b"[" * 100_000, "holds no control event"),
+        (CONTROL, 1, b'{"order": 1, "time_s": 1.0, "kind": "mode"}', "holds no control event"),
+        (CONTROL, 1, b'{"order": 1, "time_s": "x", "kind": "mode", "data": {}}', "holds no control event"),
+        (b"rond", 1, b"abc", "a rond frame of 3 bytes says that it holds 1 records"),
+    ],
+)
+def test_wrong_content_behind_a_right_checksum_is_one_line(
+    kind: bytes, num_records: int, payload: bytes, complaint: str, path: Path
+) -> None:
+    DecisionLog.open(path, MIN_BYTES, HEADER).close()
+    with path.open("ab") as file:
+        file.write(FRAME.pack(kind, num_records, len(payload), zlib.crc32(payload)) + payload)
+    with pytest.raises(UserError, match=complaint):
+        read_log(path)
+
+
+def test_a_span_of_more_requests_than_follow_costs_no_memory(path: Path) -> None:
+    DecisionLog.open(path, MIN_BYTES, HEADER).close()
+    types = record_types(3)
+    span = np.array([(5, 3, 2**32 - 1)], types[b"span"]).tobytes()
+    rows = np.array([(7, 1, 2), (8, 1, 0)], types[b"acpt"]).tobytes()
+    with path.open("ab") as file:
+        for kind, count, payload in ((b"acpt", 2, rows), (b"span", 1, span)):
+            file.write(FRAME.pack(kind, count, len(payload), zlib.crc32(payload)) + payload)
+    assert read_log(path).accepts["round_id"].tolist() == [5, 5]

@@ -20,9 +20,10 @@ from draftdial.controller.rules import FixedK, Threshold
 from draftdial.controller.signals import IntArray, RoundOutcome, RoundSignals
 from draftdial.engine_patch.decision_log import DecisionLog
 from draftdial.engine_patch.dial import Dial, Loaded
+from draftdial.engine_patch.launch_checks import SKIP
 from draftdial.engine_patch.log_reader import read_log
 from draftdial.engine_patch.log_replay import replay
-from draftdial.engine_patch.server_tiers import Refused
+from draftdial.engine_patch.server_tiers import Refused, ServerTiers
 
 TIERS = (0, 1, 3)
 
@@ -227,9 +228,45 @@ def test_a_policy_for_other_tiers_is_refused(start: Start, make_profile: Callabl
         dial.load(other.data[:1000])
 
 
+def test_a_policy_for_the_other_off_mode_is_refused(
+    start: Start, make_profile: Callable[..., CostProfile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fallback = Threshold(TIERS, k=3, batch=2)
+    skip = rule_file(FixedK(TIERS, 3), make_profile(TIERS), "skip", name="s", fallback=fallback)
+    warm, _ = start()
+    with pytest.raises(UserError, match=f"off_mode: found skip, allowed: warm, by {SKIP}=$"):
+        warm.load(skip.data)
+    monkeypatch.setenv(SKIP, "1")
+    skipping = Dial(Stock(), SimpleNamespace(speculative_num_steps=3))
+    assert skipping.load(skip.data).file.policy_id == skip.policy_id
+    with pytest.raises(UserError, match="off_mode: found warm, allowed: skip"):
+        skipping.load(warm.file.data)
+    # Where 0 never runs its cost does not matter.
+    without_zero = Dial(Stock(), SimpleNamespace(speculative_num_steps=3), without_zero=True)
+    without_zero.load(warm.file.data)
+    monkeypatch.delenv(SKIP)  # as a measurement does in the rounds it counts
+    skipping.load(skip.data)
+
+
+def test_the_threshold_rule_never_drafts_more_than_it_asked_for() -> None:
+    tiers = ServerTiers((0, 1, 3), without_zero=False)
+    assert [tiers.at_most(k) for k in (0, 1, 2, 3, 9)] == [0, 1, 1, 3, 3]
+    assert [ServerTiers((0, 1, 3), without_zero=True).at_most(k) for k in (0, 2)] == [1, 1]
+
+
+def test_the_report_leaves_out_what_the_threshold_rule_wanted(start: Start) -> None:
+    dial, scheduler = start(3, 3, RuntimeError("broken"), lag=1)
+    dial.set_mode("shadow")
+    for _ in range(6):
+        scheduler.decode(accepted=1)
+    assert dial.fallback is not None and dial.shadow is not None
+    assert dial.shadow.summary()["rounds"] == 2
+
+
 def test_before_the_loop_begins_nothing_is_steered() -> None:
-    dial = Dial(Stock(), SimpleNamespace(speculative_num_steps=1))
-    assert dial.get_steps_for_batch(4) == 1
+    dial = Dial(Stock(), SimpleNamespace(speculative_num_steps=3))
+    assert dial.get_steps_for_batch(4) == 1, "SGLang's rule, not the tier that the server started with"
+    assert dial.on_verify_complete([2], 1) == 3, "which goes on learning"
     assert dial.cuda_graph_bs_for_step(3) is None, "every tier may run at every batch"
 
 

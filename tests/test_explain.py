@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from draftdial.controller.signals import RoundOutcome, RoundSignals
 from draftdial.engine_patch.decision_log import MIN_BYTES, DecisionLog
 from draftdial.engine_patch.explain import explanation, summary
 from draftdial.engine_patch.explain_command import round_lines, summary_lines
+from draftdial.engine_patch.log_format import FRAME, record_types
 from draftdial.engine_patch.log_reader import read_log
 
 
@@ -187,3 +189,16 @@ def test_the_command_prints_words_json_or_one_line(path: Path, capsys: pytest.Ca
     assert main(["explain", str(path), "99"]) == 2
     error = capsys.readouterr().err
     assert error == f"draftdial: {path}: round: found 99, allowed: those it holds, 0 to 6\n"
+
+
+def test_a_record_out_of_range_is_one_line(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with path.open("ab") as file:
+        types = record_types(3)
+        record = np.zeros(1, types[b"rond"])
+        record["round_id"], record["order"], record["time_s"], record["mode"] = 77, 10**6, 1e300, 9
+        payload = record.tobytes()
+        file.write(FRAME.pack(b"rond", 1, len(payload), zlib.crc32(payload)) + payload)
+    for arguments in ([], ["77"], ["77", "--json"]):
+        assert main(["explain", str(path), *arguments]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1 and f"{path}: damaged: a record is out of range" in err

@@ -13,6 +13,7 @@ import pytest
 from draftdial.controller.policy_file import PolicyFile
 from draftdial.engine_patch.dial import Dial
 from draftdial.engine_patch.metrics import COUNTERS, COUNTERS_BY_K, GAUGES, Metrics
+from draftdial.engine_patch.telemetry import METRICS_ROUNDS
 
 DOCS = Path(__file__).parents[1] / "docs"
 LABELS = {"model_name": "tiny", "tp_rank": 0}
@@ -88,6 +89,18 @@ def test_counts_and_states(
     assert (shown["fallbacks_total"], shown["fallback"], shown["errors_total"]) == ("1.0", "1.0", "0.0")
     assert (shown["mode"], shown["forced_k"], shown["k"]) == ("2.0", "-1.0", "-1.0")
     assert shown["acceptance"] == shown["predicted_speedup"] == "NaN"
+
+
+def test_the_series_go_on_without_outcomes(
+    registry: object, make_dial: Callable[..., Dial], make_policy_file: Callable[..., PolicyFile]
+) -> None:
+    dial = make_dial(make_policy_file(1))
+    dial.telemetry.metrics = Metrics.create(scheduler(True), dial)
+    dial.fail("outcome", RuntimeError("no counts"))
+    assert scrape(registry)["fallback"] == "1.0"
+    dial.counters.rounds_at_k[3] = dial.counters.decisions = METRICS_ROUNDS
+    dial.settled()
+    assert scrape(registry)["decisions_total 3"] == f"{METRICS_ROUNDS}.0"
 
 
 def test_a_learned_policy_shows_its_belief(

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from draftdial.controller.policy_file import PolicyFile
-from draftdial.engine_patch import compat, dial, plugin, steering
+from draftdial.engine_patch import compat, dial, plugin, rank_agreement, steering
 from draftdial.engine_patch.dial import Dial
 from draftdial.engine_patch.round_outcomes import ROUND_ATTRIBUTE
+from draftdial.engine_patch.settings import Settings
 
 LAUNCH = "from draftdial.engine_patch.plugin import register; register(); print('loaded')"
 
@@ -105,12 +106,15 @@ def test_a_lenient_start_says_why_it_does_not_steer(
     monkeypatch.setenv("DRAFTDIAL_POLICY", str(path))
     monkeypatch.setenv("DRAFTDIAL_START", "warn")
     monkeypatch.setattr(compat, "uses_rejection_sampling", lambda worker: False)
+    monkeypatch.setattr(plugin, "dead_targets", lambda settings: [])
     monkeypatch.setattr(dial, "_current", None)
     monkeypatch.setattr(dial, "_inactive_reason", "")
     stock = SimpleNamespace(candidate_steps=[0, 1])
     controller = SimpleNamespace(params=stock, worker=SimpleNamespace(tp_rank=0))
     steering.after_controller_init(None, controller)
-    assert controller.params is stock and dial.current() is None
+    assert controller.params.candidate_steps is stock.candidate_steps and dial.current() is None
+    # The other ranks may have a dial until all have voted, and capturing is collective.
+    assert controller.params.cuda_graph_bs_for_step(1) is None
     assert dial.inactive_reason().endswith(
         "tiers: found [0, 1, 3], allowed: some of [0, 1], those that this server has built"
     )
@@ -165,3 +169,33 @@ def test_shared_logits_are_sized_for_the_widest_tier() -> None:
     assert compat.shared_logits_30549(64 * 4, runner("decode_num_tokens_per_req", 8)) == 64 * 8
     assert compat.shared_logits_30549(64 * 4, runner("decode_num_tokens_per_bs", 8)) == 64 * 8
     assert compat.shared_logits_30549(64, runner("decode_num_tokens_per_req", None)) == 64
+
+
+def test_a_context_without_a_log_of_overrides_is_left_alone() -> None:
+    context = SimpleNamespace()
+    compat.growing_overrides_log(None, context)
+    assert vars(context) == {}
+
+
+@pytest.mark.parametrize("dead", ["run_batch", "_resolve_spec_v2_tokens", "run_event_loop", "__init__"])
+def test_a_function_that_could_not_be_hooked_is_noticed(dead: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(Path("/p"), strict=False)
+    monkeypatch.setattr(steering, "_settings", lambda: settings)
+    monkeypatch.setattr(compat, "release", lambda: "0.5.23")
+    monkeypatch.setattr(compat, "has_consensus_checker", lambda: False)
+    monkeypatch.setattr(compat, "is_first_rank", lambda scheduler: True)
+    monkeypatch.setattr(rank_agreement, "gather", lambda scheduler, vote: [vote])
+    monkeypatch.setattr(dial, "_current", None)
+    monkeypatch.setattr(dial, "_inactive_reason", "")
+    live = {hook.target for hook in plugin.steering_hooks(settings)}
+    registry = SimpleNamespace(_patched={target for target in live if not target.endswith(dead)})
+    module = SimpleNamespace(HookRegistry=registry)
+    monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", module)  # type: ignore[arg-type]
+    if dead != "__init__":
+        controller = SimpleNamespace(params=SimpleNamespace(), worker=SimpleNamespace(tp_rank=0))
+        steering.after_controller_init(None, controller)
+    if dead != "run_event_loop":
+        steering.before_run_event_loop(SimpleNamespace(server_args=None))
+    assert dial.current() is None and dial.inactive_reason().endswith(f"{dead}, which must be hooked")
+    del registry._patched
+    assert plugin.dead_targets(settings) == []

@@ -15,10 +15,12 @@ from scheduler_double import Mode, SchedulerDouble
 from test_control import group, install_sglang_answer  # noqa: F401
 
 from draftdial.controller.errors import UserError
+from draftdial.controller.measured_server import MeasuredServer
 from draftdial.controller.policy_file import PolicyFile
 from draftdial.engine_patch import dial as dials
 from draftdial.engine_patch import round_timer
 from draftdial.engine_patch.control import around_set_internal_state
+from draftdial.engine_patch.control_keys import FORCE_K_KEY, MODE_KEY
 from draftdial.engine_patch.dial import Dial
 from draftdial.engine_patch.launch_checks import SKIP
 from draftdial.engine_patch.measurement_plan import (
@@ -30,6 +32,8 @@ from draftdial.engine_patch.measurement_plan import (
 )
 from draftdial.engine_patch.round_timer import RoundTimer
 from draftdial.engine_patch.scheduler_signals import SchedulerSignals
+from draftdial.engine_patch.status import status_of
+from draftdial.engine_patch.status_command import status_lines
 
 phases = st.builds(Phase, st.none() | st.integers(0, 99), st.integers(1, 500)) | st.builds(
     Phase, st.just(0), st.integers(1, 500), st.just(True)
@@ -42,7 +46,7 @@ def test_a_plan_survives_its_key(number: int, batch: int, some: list[Phase]) -> 
     assert MeasurementPlan.from_key(plan.key()) == plan
 
 
-@pytest.mark.parametrize("text", ["3", "3sx4", "x4", "3x", "3x4;", "-1x4", "3x4,x"])
+@pytest.mark.parametrize("text", ["3", "3sx4", "x4", "3x", "3x4;", "-1x4", "3x4,x", "3x0"])
 def test_a_wrong_phase_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="measurement"):
         MeasurementPlan.from_key(f"{MEASURE_KEY}:1:4:{text}")
@@ -200,6 +204,39 @@ def test_a_timer_that_fails_leaves_the_plan_and_the_server_alone() -> None:
     assert "no such device" in measured.timer.report()["error"]
 
 
+def test_the_rounds_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(round_timer, "MAX_ROWS", 3)
+    measured = server(Phase(3, 2), Phase(1, 4))
+    for _ in range(6):
+        measured.decode(2, 5.0)
+    report = measured.timer.report()
+    assert len(report["rounds"]) == 3 and "more than 3 rounds" in report["error"]
+
+
+class BusyServer:
+    """The HTTP client of a server that never gets idle."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def change(self, key: str, value: int) -> list[bool]:
+        self.asked.append(key)
+        return [True]
+
+    def post(self, path: str, body: dict[str, Any]) -> None:
+        self.asked.append(path)
+        raise UserError("busy")
+
+
+def test_the_end_of_a_measurement_reaches_a_busy_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftdial.controller.measured_server.FLUSH_S", -1.0)
+    measured = MeasuredServer.__new__(MeasuredServer)
+    measured.server = busy = BusyServer()  # type: ignore[assignment]
+    with pytest.raises(UserError, match="busy"):
+        measured.close()
+    assert busy.asked == [MEASURE_KEY, "/flush_cache"]
+
+
 @pytest.fixture
 def clean() -> Iterator[None]:
     yield
@@ -218,13 +255,19 @@ def test_a_measurement_goes_before_policy_and_forced_k(
     dial.force_k(0)
     round_timer.start(MeasurementPlan(1, 2, (Phase(3, 1),)), double)
     timer = round_timer.current()
-    assert timer is not None and dial.get_steps_for_batch(2) == 3
-    dial.force_k(None)
-    assert dial.on_verify_complete([1], 1) is None
-    dial.force_k(0)
-    timer.progress.advance(2, True)
-    timer.progress.advance(2, True)
-    assert dial.get_steps_for_batch(2) == 0
+    assert timer is not None
+    asked: list[tuple[int, int | None]] = []
+
+    def run_batch(scheduler: Any, batch: Any) -> None:
+        dial.force_k(0)
+        k = dial.get_steps_for_batch(len(batch.reqs))
+        dial.force_k(None)
+        asked.append((k, dial.on_verify_complete([1], 1)))
+
+    for batch_size in (1, 2, 2):  # not all are there, all are, the plan is through
+        reqs = [SimpleNamespace(origin_input_ids=[0], output_ids=[]) for _ in range(batch_size)]
+        timer.run(run_batch, double, SimpleNamespace(forward_mode=Mode("decode"), reqs=reqs))
+    assert asked == [(0, 1), (3, None), (0, 1)]
 
 
 def test_the_control_channel_starts_checks_and_ends_measurements(
@@ -249,5 +292,10 @@ def test_the_control_channel_starts_checks_and_ends_measurements(
     assert not ask(plain.key(), 1) and "one that" not in dial.last_control
     assert not ask(MeasurementPlan(3, 2, (Phase(2, 1),)).key(), 1)  # no such tier
     assert "k = 2" in dial.last_control
-    assert ask(steered.key(), 1) and round_timer.planned_k() == 3
+    assert ask(steered.key(), 1) and status_of(dial)["measuring"] == "plan 1 at batch 2, phase 1 of 1"
+    assert any(line.startswith("MEASURING") for line in status_lines(status_of(dial)))
     assert ask(MEASURE_KEY, 0) and round_timer.current() is None
+    assert status_of(dial)["measuring"] == ""
+    for key, value in ((FORCE_K_KEY, 1), (MODE_KEY, 1)):
+        assert ask(steered.key(), 1) and round_timer.current() is not None
+        assert ask(key, value) and round_timer.current() is None

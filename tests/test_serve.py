@@ -24,6 +24,7 @@ from draftdial.controller.sglang_rule import SglangRule
 from draftdial.controller.signals import RoundSignals
 from draftdial.engine_patch import serve as serve_command
 from draftdial.engine_patch.adaptive_config import adaptive_config, configured_tiers
+from draftdial.engine_patch.decision_log import MIN_BYTES, DecisionLog
 from draftdial.engine_patch.examination import examine
 from draftdial.engine_patch.launch import Launch, Request
 from draftdial.engine_patch.launch_arguments import Given
@@ -67,6 +68,7 @@ class Installation:
         for flag in ("eagle-topk", "num-steps", "num-draft-tokens"):
             parser.add_argument(f"--speculative-{flag}", type=int)
         parser.add_argument("--speculative-adaptive-config")
+        parser.add_argument("--disaggregation-mode")
         for flag in (
             "speculative-adaptive",
             "speculative-use-rejection-sampling",
@@ -223,10 +225,10 @@ def test_settings_are_absolute_and_readable_by_the_plugin(
         mode="shadow",
         strict=False,
         log=Path("rounds.log"),
-        environment={"DRAFTDIAL_LOG_MB": "3"},
+        environment={"DRAFTDIAL_LOG_MB": "5"},
     )
-    read_back = Settings.from_environment({**launch.variables, "DRAFTDIAL_LOG_MB": "3"})
-    assert read_back == Settings(policy, "shadow", False, None, tmp_path / "rounds.log", 3 << 20)
+    read_back = Settings.from_environment({**launch.variables, "DRAFTDIAL_LOG_MB": "5"})
+    assert read_back == Settings(policy, "shadow", False, None, tmp_path / "rounds.log", 5 << 20)
 
 
 @pytest.mark.parametrize(("off_mode", "value"), [("warm", None), ("skip", "1")])
@@ -356,8 +358,54 @@ def test_a_forced_k_must_be_a_tier(make_policy: Callable[..., Path]) -> None:
 
 
 def test_a_log_that_cannot_be_written_is_refused(make_policy: Callable[..., Path], tmp_path: Path) -> None:
-    for log in (tmp_path / "missing" / "rounds.log", tmp_path):
-        assert "cannot be written" in problems(prepare(make_policy(), *EAGLE, log=log))[0]
+    thesis, pipe = tmp_path / "thesis", tmp_path / "pipe"
+    thesis.write_text("my thesis")
+    os.mkfifo(pipe)
+    for log, says in (
+        (tmp_path / "missing" / "rounds.log", "cannot be written"),
+        (thesis / "rounds.log", "cannot be written: Not a directory"),
+        (tmp_path, "no regular file"),
+        (pipe, "no regular file"),
+        (Path("/dev/null"), "no regular file"),
+        (thesis, "found a file of another kind"),
+    ):
+        launch = prepare(make_policy(), *EAGLE, log=log)
+        assert says in problems(launch)[0] and launch.obstacles(strict=False)
+    with pytest.raises(UserError, match="DRAFTDIAL_LOG_MB: found '3', allowed: a whole number from 4"):
+        prepare(make_policy(), *EAGLE, environment={"DRAFTDIAL_LOG_MB": "3"})
+
+
+def test_a_log_that_another_server_writes_is_refused(
+    make_policy: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = tmp_path / "rounds.log"
+    log = DecisionLog.open(path, MIN_BYTES, {"tiers": [0, 1]})
+    assert "another server writes it" in problems(prepare(make_policy(), *EAGLE, log=path))[0]
+    log.close()
+    assert problems(prepare(make_policy(), *EAGLE, log=path)) == []
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_disaggregation_is_not_steered(role: str, make_policy: Callable[..., Path]) -> None:
+    chosen = (*EAGLE, "--disaggregation-mode", role)
+    (problem,) = prepare(make_policy(), *chosen).obstacles(strict=True)
+    assert f"{role}: prefill/decode disaggregation is not supported" in problem.text
+    warn = prepare(make_policy(), *chosen, strict=False)
+    assert warn.obstacles(strict=False) == [] and "--speculative-adaptive" not in warn.arguments
+    assert "disaggregation is not supported" in warn.variables["DRAFTDIAL_INACTIVE"]
+    assert problems(prepare(make_policy(), *EAGLE, "--disaggregation-mode", "null")) == []
+
+
+def test_a_user_without_a_home_is_told_what_to_set(
+    make_policy: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(UserError, match="no home folder: set XDG_CACHE_HOME"):
+        prepare(make_policy(), *EAGLE)
 
 
 def test_arguments_that_sglang_refuses_anyway_are_refused(make_policy: Callable[..., Path]) -> None:
@@ -504,3 +552,40 @@ def test_serve_becomes_the_server(
     cli.main(["serve", policy, "--warn", "--", *EAGLE, "--enable-pdmux"])
     assert became[1][2]["DRAFTDIAL_INACTIVE"] == f"{UNSUPPORTED}; serving with no speculation"
     assert "draftdial: not steered: enable_pdmux" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "mode", "start"),
+    [
+        ([], "shadow", "warn"),
+        (["--mode", "steer"], "steer", "warn"),
+        (["--strict"], "shadow", "strict"),
+        (["--mode", "off", "--warn"], "off", "warn"),
+    ],
+)
+def test_the_environment_says_what_the_flags_do_not(
+    flags: list[str],
+    mode: str,
+    start: str,
+    make_policy: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    became: list[dict[str, str]] = []
+    monkeypatch.setattr(serve_command, "InstalledSglang", Installation)
+    monkeypatch.setattr(os, "execve", lambda *call: became.append(call[2]))
+    monkeypatch.setenv("DRAFTDIAL_MODE", "shadow")
+    monkeypatch.setenv("DRAFTDIAL_START", "warn")
+    command = ["serve", str(make_policy()), *flags, "--", *EAGLE]
+    cli.main(command)
+    assert (became[0]["DRAFTDIAL_MODE"], became[0]["DRAFTDIAL_START"]) == (mode, start)
+    # A start by the environment is as lenient as one by the flag.
+    cli.main([*command, "--enable-pdmux"])
+    assert len(became) == (2 if start == "warn" else 1)
+    capsys.readouterr()
+    for name in ("DRAFTDIAL_MODE", "DRAFTDIAL_START"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "fast")
+            patch.delenv("DRAFTDIAL_MODE" if name == "DRAFTDIAL_START" else "DRAFTDIAL_START")
+            assert cli.main(["serve", str(make_policy()), "--", *EAGLE]) == 2
+        assert f"{name}: found 'fast', allowed: " in capsys.readouterr().err

@@ -42,11 +42,18 @@ def test_every_variable_is_read() -> None:
         ("DRAFTDIAL_POLICY", "p", "an absolute path"),
         ("DRAFTDIAL_MODE", "on", "steer, shadow, off"),
         ("DRAFTDIAL_START", "lenient", "strict, warn"),
-        ("DRAFTDIAL_FORCE_K", "-1", "a whole number of 0 or more"),
-        ("DRAFTDIAL_LOG_MB", "0", "a whole number of 1 or more"),
-        ("DRAFTDIAL_LOG_MB", "1e3", "a whole number of 1 or more"),
+        ("DRAFTDIAL_FORCE_K", "-1", "a whole number from 0 to 255"),
+        ("DRAFTDIAL_LOG_MB", "3", "a whole number from 4 to 1048576"),
+        ("DRAFTDIAL_LOG_MB", "1e3", "a whole number from 4 to 1048576"),
+        ("DRAFTDIAL_LOG_MB", "1048577", "a whole number from 4 to 1048576"),
     ],
 )
 def test_a_wrong_value_is_named(name: str, value: str, allowed: str) -> None:
     with pytest.raises(UserError, match=f"{name}: found '{value}', allowed: {allowed}"):
         Settings.from_environment({"DRAFTDIAL_POLICY": "/p", name: value})
+
+
+def test_a_number_of_thousands_of_digits_is_one_short_line() -> None:
+    with pytest.raises(UserError, match="DRAFTDIAL_LOG_MB: found '9999") as error:
+        Settings.from_environment({"DRAFTDIAL_POLICY": "/p", "DRAFTDIAL_LOG_MB": "9" * 5000})
+    assert len(str(error.value)) < 150

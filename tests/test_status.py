@@ -169,3 +169,34 @@ def test_the_shadow_report_in_words(
     assert "100; both chose the same k in 0.0%" in text and "k=0 100.0%" in text
     assert "+16.7% decode tokens per second predicted; no interval yet" in text
     assert "0.0% of the tokens are guessed" in text
+
+
+def test_why_there_is_no_report(
+    make_dial: Callable[..., Dial], make_policy_file: Callable[..., PolicyFile]
+) -> None:
+    def said() -> str:
+        return "\n".join(report_lines(status_of(dial)))
+
+    dial = make_dial(make_policy_file(0))
+    dial.set_mode("shadow")
+    assert "ask again" in said() and "--mode shadow" not in said()
+    dial.force_k(1)
+    assert "while k = 1 is forced" in said()
+    dial.force_k(None)
+    run_rounds(dial, 3, [0])
+    dial.fail("outcome", RuntimeError("no counts"))
+    assert "FALLBACK" in said() and "no counts" in said()
+    dial.telemetry.shadow, dial.telemetry.error = None, "telemetry: OSError: full"
+    assert said() == "shadow     the report has ended: telemetry: OSError: full"
+    assert "log, metrics and report have ended: telemetry: OSError: full" in "\n".join(
+        status_lines(status_of(dial))
+    )
+
+
+def test_a_dial_without_a_loop_says_so(
+    make_dial: Callable[..., Dial], make_policy_file: Callable[..., PolicyFile]
+) -> None:
+    dial = make_dial(make_policy_file(0))
+    assert "NOT BOUND" in "\n".join(status_lines(status_of(dial)))
+    run_rounds(dial, 1, [0])
+    assert status_of(dial)["is_bound"] == 1 and "NOT BOUND" not in "\n".join(status_lines(status_of(dial)))

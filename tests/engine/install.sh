@@ -12,7 +12,7 @@ done
 venv=${XDG_CACHE_HOME:-$HOME/.cache}/draftdial/sglang-$release
 torch=torch==2.13.0
 
-hash_of() { sha256sum "$@" | sha256sum | cut -d' ' -f1; }
+hash_of() { cat "$@" | sha256sum | cut -d" " -f1; }
 is_current() { [ "$(cat "$1" 2>/dev/null)" = "$2" ]; }
 install() { "$venv/bin/python" -m pip install --disable-pip-version-check --quiet "$@" >&2; }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from draftdial.controller.cost_profile import CostProfile
+from draftdial.controller.cost_profile import CostProfile, OffMode
 from draftdial.controller.features import Features, feature_table
 from draftdial.controller.learned import LearnedPolicy, Network
 from draftdial.controller.policy_card import Training
@@ -112,10 +112,10 @@ def _file(name: str, tensors: dict[str, FloatArray]) -> PolicyFile:
     )
 
 
-def rule(kind: str, **parameters: float) -> PolicyFile:
+def rule(kind: str, off_mode: OffMode = "warm", **parameters: float) -> PolicyFile:
     """A rule as a policy file."""
-    made: Rule = rule_from_card({"kind": kind, **parameters}, TIERS, PROFILE, "warm")
-    return rule_file(made, PROFILE, "warm", name=kind, fallback=FALLBACK)
+    made: Rule = rule_from_card({"kind": kind, **parameters}, TIERS, PROFILE, off_mode)
+    return rule_file(made, PROFILE, off_mode, name=kind, fallback=FALLBACK)
 
 
 def saved(file: PolicyFile, path: Path) -> Path:

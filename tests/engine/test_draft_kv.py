@@ -62,7 +62,7 @@ def walks(request: pytest.FixtureRequest, models: Path, tmp_path: Path) -> tuple
     """Without a gap and with one, on a server whose k = 0 keeps the draft's KV and on one whose does not."""
     config = tmp_path / "adaptive.json"
     config.write_text('{"1": {"candidate_steps": [0, 1, 2, 3]}}')
-    policy = policies.saved(policies.rule("fixed", k=3), tmp_path / "policy.safetensors")
+    policy = policies.saved(policies.rule("fixed", request.param, k=3), tmp_path / "policy.safetensors")
     environment = {
         "DRAFTDIAL_POLICY": str(policy),
         "DRAFTDIAL_LOG": str(tmp_path / "decisions.log"),
