@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,8 @@ class Soak:
         self.num_rounds = num_rounds
         self.samples: list[Sample] = []
         self.changes = dict.fromkeys(("deploy", "mode", "force_k"), 0)
-        self.num_answers = self.num_wrong = self.num_aborts = 0
+        self.num_answers = self.num_aborts = 0
+        self.wrong: list[dict[str, Any]] = []
         self._requests = reference.choose(
             random_requests(seed=1, prompt_tokens=(3, 60), new_tokens=(50, 250)), 60
         )
@@ -124,7 +126,12 @@ class Soak:
         with self._lock:
             self.num_answers += 1
             self.num_aborts += cut
-            self.num_wrong += tokens != (right[: len(tokens)] if cut and is_aborted else right)
+            if tokens != (right[: len(tokens)] if cut and is_aborted else right):
+                same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens, right)))  # noqa: B905
+                lengths = {"tokens": len(tokens), "right": len(right), "same_at_first": same}
+                self.wrong.append(
+                    {"request": i, "rid": rid, "abort_asked": is_aborted, "cut": cut, **lengths}
+                )
 
     def _changer(self, rng: random.Random) -> None:
         """One change; most of the time the policy steers."""
@@ -162,7 +169,7 @@ class Soak:
         slowdown = self._growth(lambda sample: sample.info_ms, 10)
         slowdown -= self._growth(lambda sample: sample.control_ms, 10)
         failures = {
-            "outputs differ": self.num_wrong > 0,
+            "outputs differ": len(self.wrong) > 0,
             "the policy fell back": status["fallbacks"] > 0 or status["errors"] > 0,
             "fewer rounds than asked for": status["decisions"] < self.num_rounds,
             "the scheduler's memory grew": memory_growth > MOST_GROWTH_MIB,
@@ -173,7 +180,8 @@ class Soak:
             "switches": status["switches"],
             "rounds_at_k": {k: status[f"rounds_at_k.{k}"] for k in policies.TIERS},
             "answers": self.num_answers,
-            "wrong": self.num_wrong,
+            "wrong": len(self.wrong),
+            "wrong_answers": self.wrong[:10],
             "aborts": self.num_aborts,
             "changes": self.changes,
             "fallbacks": status["fallbacks"],
