@@ -189,11 +189,6 @@ class CostProfile:
         """
         return self._round_tables[off_mode]
 
-    def tier_knots(self, off_mode: OffMode) -> tuple[FloatArray, FloatArray]:
-        """`knot_context` and `knot_round_s` of the tiers, each `(num_tiers, num_batches, num_knots)`."""
-        columns = self._columns(off_mode)
-        return self.knot_context[columns], self.knot_round_s[columns]
-
     def prefill_s(self, num_tokens: ArrayLike, off_mode: OffMode) -> FloatArray:
         """Seconds to prefill a batch of `num_tokens` prompt tokens in all (any shape); none cost nothing."""
         tokens = np.asarray(num_tokens)

@@ -246,17 +246,6 @@ def test_many_servers_cost_what_each_costs_alone(off_mode: OffMode) -> None:
     np.testing.assert_array_equal(together, alone)
 
 
-def test_tier_knots_are_what_a_full_captured_batch_costs() -> None:
-    profile = tiny()
-    contexts, times = profile.tier_knots("skip")
-    assert contexts.shape == times.shape == (2, 2, 3)
-    for bucket, batch in enumerate(profile.captured_batches):
-        for knot in range(3):
-            for tier in range(2):
-                priced = profile.round_s(np.array([batch]), contexts[tier, bucket, knot][None], "skip")
-                assert priced[0, tier] == pytest.approx(times[tier, bucket, knot], rel=1e-12)
-
-
 def test_the_table_for_kernels_follows_its_documented_formula() -> None:
     profile = tiny()
     table = profile.round_table("skip")
