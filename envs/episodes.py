@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +15,9 @@ from draftdial.controller.greedy import GoodputGreedy
 from draftdial.controller.signals import FloatArray, IntArray, RoundOutcome
 from draftdial.envs.acceptance import AcceptanceSource
 from draftdial.envs.objectives import Latency, Objective, ObjectiveName, ServiceLevel, Throughput
+from draftdial.envs.par import Par, prefill_overhead_s
 from draftdial.envs.profile_rows import ProfileRows
-from draftdial.envs.scenario import Scenario, capacity_per_s, domain_tokens, par_s
+from draftdial.envs.scenario import Scenario, capacity_per_s, domain_tokens
 from draftdial.envs.simulated_engine import ServerOptions, SimulatedEngine
 from draftdial.envs.workload import RequestList
 
@@ -33,6 +35,28 @@ class EpisodeStep:
     cut: NDArray[np.bool_]
     """The episode is over, not by an end of its own: its value must be bootstrapped."""
     outcomes: list[RoundOutcome]
+
+
+class EpisodeSource(Protocol):
+    """What the environments are made of; `Episodes` says what its members mean."""
+
+    scenario: Scenario
+    features: Features
+    rounds_left: IntArray
+
+    @property
+    def num_servers(self) -> int: ...
+
+    @property
+    def tiers(self) -> tuple[int, ...]: ...
+
+    def begin(self, rows: IntArray, seeds: Sequence[int]) -> None: ...
+
+    def observe(self) -> NDArray[np.float32]: ...
+
+    def gains(self) -> FloatArray: ...
+
+    def advance(self, tier_index: IntArray) -> EpisodeStep: ...
 
 
 class Episodes:
@@ -57,6 +81,8 @@ class Episodes:
         self.options = [options[i % len(options)] for i in range(num_servers)]
         self._bank = acceptance.bank(seed)
         self._tokens = domain_tokens(self._bank, self.profiles[0].tiers)
+        self._par = self._pars()
+        self.prefill_token_s = np.array([par.prefill_token_s for par in self._par])
         first = [self._draw(row, seed + row) for row in range(num_servers)]
         self.engine = SimulatedEngine(
             first, self._bank, self.profiles, self.options, max_requests=scenario.max_requests
@@ -84,7 +110,7 @@ class Episodes:
         lists = [self._draw(int(row), seed) for row, seed in zip(rows, seeds, strict=True)]
         worth = []
         for row, requests in zip(rows.tolist(), lists, strict=True):
-            par, self._round_s[row] = par_s(requests, self._tokens, self.profiles[row], self.options[row])
+            par, self._round_s[row] = self._par[row].of(requests)
             worth.append(par)
         self.engine.replace(rows, lists, worth)
         self._worth = None
@@ -124,7 +150,8 @@ class Episodes:
         self.rounds_left -= 1
         servers = self.engine.servers
         cut = (self.rounds_left <= 0) | servers["done"] | self._objective.exhausted(self.engine)
-        reward = self._objective.reward(self.engine, worth_s - servers["step_decode_s"])
+        time_s = servers["step_decode_s"] + prefill_overhead_s(self.engine, self.prefill_token_s)
+        reward = self._objective.reward(self.engine, worth_s - time_s)
         elapsed_s = servers["step_elapsed_s"].copy()
         return EpisodeStep(reward / self._round_s, self._round_s, elapsed_s, cut, outcomes)
 
@@ -132,6 +159,16 @@ class Episodes:
         profile, options = self.profiles[row], self.options[row]
         capacity = capacity_per_s(self._tokens, profile, options, self.scenario.lengths)
         return self.scenario.draw(seed, len(self._tokens), capacity)
+
+    def _pars(self) -> list[Par]:
+        """One for each row; rows of the same server share theirs, which takes half a second to measure."""
+        servers = list(zip(self.profiles, self.options, strict=True))
+        distinct = {(id(profile), options): (profile, options) for profile, options in servers}
+        pars = {
+            key: Par(profile, options, self._bank, self.scenario)
+            for key, (profile, options) in distinct.items()
+        }
+        return [pars[id(profile), options] for profile, options in servers]
 
     def _make_objective(self, name: ObjectiveName) -> Objective:
         if name == "throughput":

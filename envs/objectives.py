@@ -35,10 +35,11 @@ class Objective(Protocol):
 
 
 class Throughput:
-    """`worth - decode time`: seconds gained on the par of the tokens that the round is expected to commit.
+    """`worth - time`: seconds gained on the par of the tokens that the round is expected to commit.
 
     A token's par depends on its request alone, so over a fixed list of requests the rewards add up to a
-    constant minus the decode time. Prefill is the same work for every policy and is left out. Taking the
+    constant minus the time. That is decode time and what prefills cost beyond the price of their tokens;
+    the price of the tokens is the same for every policy and is left out. Taking the
     expectation over the coming flips, which the simulator knows and the policy never sees, removes most
     of the noise.
     """

@@ -11,7 +11,7 @@ from draftdial.controller.signals import FloatArray
 from draftdial.envs.acceptance import AcceptanceBank, walk_statistics
 from draftdial.envs.closed_loop import ClosedLoop, ConstantLoad
 from draftdial.envs.domains import DomainSwitches
-from draftdial.envs.lengths import as_lengths
+from draftdial.envs.lengths import LengthModel, as_lengths
 from draftdial.envs.open_loop import MarkovModulated, OpenLoop, Poisson, Swings
 from draftdial.envs.simulated_engine import ServerOptions
 from draftdial.envs.workload import RequestList
@@ -25,8 +25,8 @@ class Scenario:
     """`closed`: a concurrency, log-uniform over episodes. `open`: arrivals that burst or swing."""
     low: int = 1
     """Least concurrency of a closed loop."""
-    high: int = 256
-    """Largest concurrency of a closed loop."""
+    high: int = 400
+    """Largest concurrency of a closed loop; requests beyond `max_running` wait."""
     utilisation_low: float = 0.3
     """Least share of the server's capacity that an open loop asks for."""
     utilisation_high: float = 0.95
@@ -42,11 +42,17 @@ class Scenario:
         if self.mode == "open":
             # A round admits a few requests at most; the list must outlast the episode.
             return 2 * self.rounds + 200
-        return self._outlasting(self.high, as_lengths(self.lengths).mean_output_tokens)
+        return self.outlasting(self.high, self.rounds)
 
-    def _outlasting(self, concurrency: int, mean_output_tokens: float) -> int:
-        """Requests that last for an episode of rounds that commit 6 tokens per request."""
-        return int(1.3 * 6 * self.rounds * concurrency / mean_output_tokens) + 6 * concurrency + 20
+    @property
+    def length_model(self) -> LengthModel:
+        """Of the requests."""
+        return as_lengths(self.lengths)
+
+    def outlasting(self, concurrency: int, num_rounds: int) -> int:
+        """Requests of a closed loop that last for so many rounds that commit 6 tokens per request."""
+        mean = self.length_model.mean_output_tokens
+        return int(1.3 * 6 * num_rounds * concurrency / mean) + 6 * concurrency + 20
 
     def draw(self, seed: int, num_domains: int, capacity: FloatArray) -> RequestList:
         """The requests of one episode.
@@ -58,7 +64,7 @@ class Scenario:
         """
         rng = np.random.default_rng([seed, 7201])
         chosen = rng.permutation(num_domains)[: rng.integers(2, 6)]
-        lengths = as_lengths(self.lengths)
+        lengths = self.length_model
         if self.mode == "open":
             share = rng.uniform(self.utilisation_low, self.utilisation_high)
             rate = float(share / np.mean(1.0 / capacity[chosen]))
@@ -71,29 +77,8 @@ class Scenario:
         concurrency = int(np.exp(rng.uniform(np.log(self.low), np.log(self.high + 1))))
         # Most episodes are shorter than the domain switches of a test; these come within an episode.
         domains = DomainSwitches(tuple(chosen.tolist()), max(2, concurrency), 6 * concurrency + 2)
-        load = ConstantLoad(concurrency, self._outlasting(concurrency, lengths.mean_output_tokens))
+        load = ConstantLoad(concurrency, self.outlasting(concurrency, self.rounds))
         return ClosedLoop("training", load, domains, lengths).requests(seed)
-
-
-def par_s(
-    requests: RequestList, tokens: FloatArray, profile: CostProfile, options: ServerOptions
-) -> tuple[FloatArray, float]:
-    """Seconds one token of each request is worth, shape `(num_requests,)`, and the longest round at par.
-
-    The time a token takes at the best fixed k, given the request's domain and the concurrency it was
-    issued at (`tokens` are `domain_tokens`): a function of the work alone, so that no action changes
-    what a token earns. The sum over a fixed list of requests is a constant, and rewarding
-    `worth - time` is minimising time.
-    """
-    running = np.unique(requests.concurrency.astype(np.int64)) if requests.mode == "closed" else np.array([8])
-    context = int(requests.prompt_tokens.mean() + 0.5 * requests.output_tokens.mean())
-    round_s = profile.round_s(running, np.full(len(running), context), options.off_mode)
-    # (concurrency, domain): seconds per round over tokens per round at the best tier.
-    token_s = round_s[:, None, :] / (running[:, None, None] * tokens[None])
-    level = np.searchsorted(running, requests.concurrency) if requests.mode == "closed" else 0
-    par: FloatArray = token_s.min(axis=2)[level, requests.domain]
-    best_tier = token_s[-1].mean(axis=0).argmin()
-    return par, float(round_s[-1, best_tier])
 
 
 def capacity_per_s(

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from draftdial.controller.cost_profile import CostProfile
 from draftdial.envs.acceptance import AcceptanceSource
-from draftdial.envs.episodes import Episodes
+from draftdial.envs.episodes import Episodes, EpisodeSource
 from draftdial.envs.fitted_acceptance import FittedAcceptance
 from draftdial.envs.objectives import ObjectiveName
 from draftdial.envs.scenario import Scenario
@@ -21,7 +21,34 @@ BOUND = 32.0
 """No scaled feature comes near it: logarithms of counts, shares and log speed-ups."""
 
 
-class SpeculationEnv(gym.Env[NDArray[np.float32], np.int64]):
+class EpisodeEnv(gym.Env[NDArray[np.float32], np.int64]):
+    """One server as an environment, simulated or real."""
+
+    metadata = {"render_modes": []}  # noqa: RUF012
+
+    def __init__(self, episodes: EpisodeSource) -> None:
+        self.tiers = episodes.tiers
+        self.features = episodes.features
+        observation_space, self.action_space = spaces_of(episodes)
+        self.observation_space = cast("spaces.Space[NDArray[np.float32]]", observation_space)
+        self._episodes = episodes
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[NDArray[np.float32], dict[str, Any]]:
+        """Start the episode of `seed`, or a random one."""
+        super().reset(seed=seed)
+        episode = seed if seed is not None else int(self.np_random.integers(2**62))
+        self._episodes.begin(np.array([0]), [episode])
+        return self._episodes.observe()[0], {"elapsed_s": 0.0}
+
+    def step(self, action: np.int64) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
+        step = self._episodes.advance(np.array([action], np.int64))
+        info = {"elapsed_s": float(step.elapsed_s[0])}
+        return self._episodes.observe()[0], float(step.reward[0]), False, bool(step.cut[0]), info
+
+
+class SpeculationEnv(EpisodeEnv):
     """
     ## Description
     A server decodes a batch of requests with a draft model that may guess ahead. Before every decode
@@ -43,10 +70,11 @@ class SpeculationEnv(gym.Env[NDArray[np.float32], np.int64]):
     | ..  | advice: predicted log speed-up per tier | and its scale |
 
     ## Rewards
-    `throughput` (default): the par time of the tokens that the round is expected to commit minus its
-    decode time, in units of 10 ms. `latency`: minus the requests in the system beyond those under
-    goodput-greedy, integrated over the step, in units of 10 ms. `slo`: minus the requests that finished
-    outside their TTFT or TPOT limit. Steps last differently long: discount by `info["elapsed_s"]`.
+    `throughput` (default): the par time of the tokens that the round is expected to commit minus the
+    round's time and what prefills after it cost beyond their tokens, in units of 10 ms. `latency`: minus
+    the requests in the system beyond those under goodput-greedy, integrated over the step, in units of
+    10 ms. `slo`: minus the requests that finished outside their TTFT or TPOT limit. Steps last differently
+    long: discount by `info["elapsed_s"]`.
 
     ## Starting State
     A closed loop starts mid-flight at a random concurrency, an open loop empty; both at the first
@@ -72,8 +100,6 @@ class SpeculationEnv(gym.Env[NDArray[np.float32], np.int64]):
     * v0: first version.
     """
 
-    metadata = {"render_modes": []}  # noqa: RUF012
-
     def __init__(
         self,
         profile: str = "h200-llama3-8b",
@@ -84,27 +110,10 @@ class SpeculationEnv(gym.Env[NDArray[np.float32], np.int64]):
     ) -> None:
         source = acceptance or FittedAcceptance()
         self.episodes = Episodes(1, [CostProfile.load(profile)], source, scenario, objective, [options])
-        self.tiers = self.episodes.tiers
-        self.features = self.episodes.features
-        observation_space, self.action_space = spaces_of(self.episodes)
-        self.observation_space = cast("spaces.Space[NDArray[np.float32]]", observation_space)
-
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[NDArray[np.float32], dict[str, Any]]:
-        """Start the episode of `seed`, or a random one."""
-        super().reset(seed=seed)
-        episode = seed if seed is not None else int(self.np_random.integers(2**62))
-        self.episodes.begin(np.array([0]), [episode])
-        return self.episodes.observe()[0], {"elapsed_s": 0.0}
-
-    def step(self, action: np.int64) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
-        step = self.episodes.advance(np.array([action], np.int64))
-        info = {"elapsed_s": float(step.elapsed_s[0])}
-        return self.episodes.observe()[0], float(step.reward[0]), False, bool(step.cut[0]), info
+        super().__init__(self.episodes)
 
 
-def spaces_of(episodes: Episodes, num_hidden: int = 0) -> tuple[spaces.Box, spaces.Discrete]:
+def spaces_of(episodes: EpisodeSource, num_hidden: int = 0) -> tuple[spaces.Box, spaces.Discrete]:
     """Observation and action space of one server, with `num_hidden` columns more for a critic."""
     num_columns = len(episodes.features.table) + num_hidden
     return (

@@ -11,7 +11,7 @@ from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 from stable_baselines3.common.vec_env import VecEnv
 
-from draftdial.envs.episodes import Episodes
+from draftdial.envs.episodes import EpisodeSource
 from draftdial.envs.speculation_env import spaces_of
 
 
@@ -28,7 +28,7 @@ class SpeculationVectorEnv(gym.vector.VectorEnv[NDArray[np.float32], NDArray[np.
 
     metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012
 
-    def __init__(self, episodes: Episodes, for_training: bool = False) -> None:
+    def __init__(self, episodes: EpisodeSource, for_training: bool = False) -> None:
         self.num_envs = episodes.num_servers
         self.episodes = episodes
         num_hidden = len(episodes.tiers) if for_training else 0

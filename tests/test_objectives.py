@@ -24,7 +24,8 @@ from draftdial.envs.episodes import Episodes
 from draftdial.envs.evaluate import run
 from draftdial.envs.fitted_acceptance import FittedAcceptance
 from draftdial.envs.objectives import VIOLATION_S, Latency, ObjectiveName, ServiceLevel
-from draftdial.envs.scenario import Scenario, par_s
+from draftdial.envs.par import Par, prefill_overhead_s
+from draftdial.envs.scenario import Scenario
 from draftdial.envs.simulated_engine import EngineResults, ServerOptions, SimulatedEngine
 from draftdial.envs.workload import RequestList
 
@@ -106,8 +107,8 @@ class Played:
     """(num_rows, num_steps + 1) so far, in seconds."""
     elapsed_s: FloatArray
     """(num_rows, num_steps + 1) so far."""
-    decode_s: FloatArray
-    """(num_rows,)"""
+    cost_s: FloatArray
+    """(num_rows,) decode time, and what prefill cost beyond a full chunk's price of its tokens."""
     in_system_s: FloatArray
     """(num_rows,) integral of the requests in the system."""
     episodes: Episodes
@@ -122,7 +123,7 @@ def play(
     episodes.begin(np.arange(num_rows), seeds)
     policy.reset(num_rows)
     reward_s, elapsed_s = [np.zeros(num_rows)], [np.zeros(num_rows)]
-    decode_s, in_system_s = np.zeros((2, num_rows))
+    cost_s, in_system_s = np.zeros((2, num_rows))
     going = np.ones(num_rows, np.bool_)
     servers = episodes.engine.servers
     while going.any():
@@ -131,10 +132,11 @@ def play(
             policy.observe(outcome)
         reward_s.append(reward_s[-1] + np.where(going, step.reward * step.round_s, 0.0))
         elapsed_s.append(elapsed_s[-1] + np.where(going, step.elapsed_s, 0.0))
-        decode_s += np.where(going, servers["step_decode_s"], 0.0)
+        overhead_s = prefill_overhead_s(episodes.engine, episodes.prefill_token_s)
+        cost_s += np.where(going, servers["step_decode_s"] + overhead_s, 0.0)
         in_system_s += np.where(going, servers["step_in_system_s"], 0.0)
         going &= ~step.cut
-    return Played(np.stack(reward_s, 1), np.stack(elapsed_s, 1), decode_s, in_system_s, episodes)
+    return Played(np.stack(reward_s, 1), np.stack(elapsed_s, 1), cost_s, in_system_s, episodes)
 
 
 def score(
@@ -152,7 +154,7 @@ def score(
     horizon_s = ends_s.reshape(-1, num_seeds).min(axis=0) if scenario.mode == "open" else np.inf
     rewarded, wanted = [], []
     for policy, played in all_played:
-        until_s = np.minimum(np.resize(horizon_s, len(played.decode_s)), played.elapsed_s[:, -1])
+        until_s = np.minimum(np.resize(horizon_s, len(played.cost_s)), played.elapsed_s[:, -1])
         rows = zip(until_s, played.elapsed_s, played.reward_s, strict=True)
         reward_s = np.array([np.interp(*row) for row in rows])
         lists, bank = played.episodes.engine.request_lists, played.episodes._bank
@@ -229,7 +231,7 @@ class ToTheLast(FixedWork):
 
 
 @pytest.mark.parametrize("off_mode", ["warm", "skip"])
-def test_over_fixed_work_throughput_rewards_add_up_to_a_constant_minus_decode_time(off_mode: OffMode) -> None:
+def test_over_fixed_work_throughput_rewards_add_up_to_a_constant_minus_time(off_mode: OffMode) -> None:
     # The constant is the par of all tokens decoded. Rewards pay for expected tokens, so it holds on average.
     options = ServerOptions(mid_flight=True, off_mode=off_mode)
     for policy, num_parameters in contenders(4, off_mode):
@@ -238,7 +240,7 @@ def test_over_fixed_work_throughput_rewards_add_up_to_a_constant_minus_decode_ti
         requests = played.episodes.engine._sim.requests
         num_decoded = np.maximum(requests["output_tokens"] - requests["head_start"] - 1, 0)
         par_s = (requests["par_s"] * num_decoded).reshape(-1, 4, requests.shape[1]).sum(axis=(1, 2))
-        paid_s = (played.reward_s[:, -1] + played.decode_s).reshape(-1, 4).sum(axis=1)
+        paid_s = (played.reward_s[:, -1] + played.cost_s).reshape(-1, 4).sum(axis=1)
         np.testing.assert_allclose(paid_s, par_s, rtol=0.01)
         np.testing.assert_allclose(par_s, par_s[0], rtol=1e-12)
 
@@ -246,13 +248,14 @@ def test_over_fixed_work_throughput_rewards_add_up_to_a_constant_minus_decode_ti
 def test_no_action_changes_what_a_token_or_the_reference_is_worth() -> None:
     by_action = []
     for tier in range(len(TIERS)):
-        episodes = Episodes(4, [PROFILE], SOURCE, Scenario(low=4, rounds=64), "throughput")
+        episodes = Episodes(4, [PROFILE], SOURCE, Scenario(low=4, high=16, rounds=64), "throughput")
         episodes.begin(np.arange(4), range(4))
         for _ in range(64):
             episodes.advance(np.full(4, tier))
         lists = episodes.engine.request_lists
+        par = Par(PROFILE, ServerOptions(mid_flight=True), episodes._bank, episodes.scenario)
         for row, requests in enumerate(lists):
-            worth, round_s = par_s(requests, episodes._tokens, PROFILE, ServerOptions())
+            worth, round_s = par.of(requests)
             stored = episodes.engine._sim.requests["par_s"][row]
             np.testing.assert_array_equal(stored[: len(worth)], worth)
             assert episodes._round_s[row] == round_s

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from draftdial.controller.cost_profile import CostProfile, OffMode
+from draftdial.controller.cost_profile import CostProfile
 from draftdial.controller.rules import FixedK
 from draftdial.envs.acceptance import AcceptanceBank
 from draftdial.envs.domains import as_domains
@@ -16,12 +16,12 @@ from draftdial.envs.evaluate import run
 from draftdial.envs.fitted_acceptance import FittedAcceptance
 from draftdial.envs.lengths import LENGTHS
 from draftdial.envs.open_loop import OpenLoop, Poisson
-from draftdial.envs.scenario import Scenario, capacity_per_s, domain_tokens, par_s
+from draftdial.envs.scenario import Scenario, capacity_per_s, domain_tokens
 from draftdial.envs.simulated_engine import ServerOptions, SimulatedEngine
 from draftdial.envs.workload import RequestList
 
 CAPACITY = np.array([5.0, 10.0, 20.0, 20.0, 20.0, 20.0, 20.0])
-CLOSED = Scenario(rounds=8)
+CLOSED = Scenario(high=256, rounds=8)
 OPEN = Scenario(mode="open", lengths="short-chat", rounds=8)
 
 
@@ -119,34 +119,3 @@ def two_domains(make_bank: Callable[..., AcceptanceBank]) -> AcceptanceBank:
 
 def test_tokens_per_round_are_those_of_a_walk(two_domains: AcceptanceBank) -> None:
     np.testing.assert_array_equal(domain_tokens(two_domains, (0, 1, 3)), [[1, 2, 4], [1, 1, 1]])
-
-
-@pytest.mark.parametrize(
-    ("off_mode", "expected_ms"), [("warm", [2.25, 6.0, 1.25, 3.5]), ("skip", [2.25, 5.5, 1.25, 3.25])]
-)
-def test_par_is_the_time_of_a_token_at_the_best_fixed_k(
-    off_mode: OffMode,
-    expected_ms: list[float],
-    two_domains: AcceptanceBank,
-    make_profile: Callable[..., CostProfile],
-    make_requests: Callable[..., RequestList],
-) -> None:
-    # At 2 rows rounds take 12 (off; skip 11), 14 and 18 ms, at 4 rows 14 (13), 16 and 20.
-    requests = make_requests([50] * 4, concurrency=[2, 2, 4, 4], domain=[0, 1, 0, 1])
-    profile, tokens = make_profile(), domain_tokens(two_domains, (0, 1, 3))
-    par, round_s = par_s(requests, tokens, profile, ServerOptions(off_mode=off_mode))
-    np.testing.assert_allclose(1e3 * par, expected_ms, rtol=1e-12)
-    # At 4 rows k = 1 has the best mean over both domains: (16/8 + 16/4) / 2 = 3 ms a token.
-    assert 1e3 * round_s == pytest.approx(16.0)
-
-
-def test_par_of_an_open_loop_is_that_of_eight_rows(
-    two_domains: AcceptanceBank,
-    make_profile: Callable[..., CostProfile],
-    make_requests: Callable[..., RequestList],
-) -> None:
-    requests = make_requests([50] * 2, arrival_s=[0.0, 9.0], domain=[0, 1])
-    profile, tokens = make_profile(), domain_tokens(two_domains, (0, 1, 3))
-    par, _ = par_s(requests, tokens, profile, ServerOptions())
-    off_s, one_s, three_s = profile.round_s(np.array([8]), np.array([125]), "warm")[0]
-    np.testing.assert_allclose(par, [min(off_s, one_s / 2, three_s / 4) / 8, off_s / 8])

@@ -18,6 +18,7 @@ from draftdial.controller.signals import FloatArray
 from draftdial.envs.episodes import Episodes
 from draftdial.envs.fitted_acceptance import FittedAcceptance
 from draftdial.envs.objectives import ObjectiveName
+from draftdial.envs.par import prefill_overhead_s
 from draftdial.envs.scenario import Scenario
 from draftdial.envs.simulated_engine import ServerOptions
 from draftdial.envs.speculation_env import SpeculationEnv
@@ -145,7 +146,7 @@ def test_the_columns_for_the_critic_are_the_gains_and_nothing_else_changes() -> 
         seen, shown = plain.step(actions)[0], training.step(actions)[0]
 
 
-def test_a_gain_is_the_reward_its_tier_would_pay_without_a_switch() -> None:
+def test_a_gain_is_the_reward_of_its_tier_but_for_switch_and_prefill() -> None:
     env = vector(6, Scenario(rounds=64), ServerOptions(mid_flight=True))
     env.reset(seed=0)
     env.step(np.zeros(6, np.int64))
@@ -153,9 +154,9 @@ def test_a_gain_is_the_reward_its_tier_would_pay_without_a_switch() -> None:
         gains = env.episodes.gains()[np.arange(6), actions]
         switches = actions != env.episodes.engine.servers["last_tier"]
         _, reward, *_ = env.step(actions)
-        switch = PROFILE.switch_s * switches / env.episodes._round_s
-        np.testing.assert_allclose(reward, gains - switch, rtol=1e-9, atol=1e-12)
-        assert (PROFILE.switch_s > 0) == (switch > 0).any()
+        prefill_s = prefill_overhead_s(env.episodes.engine, env.episodes.prefill_token_s)
+        unforeseen = (PROFILE.switch_s * switches + prefill_s) / env.episodes._round_s
+        np.testing.assert_allclose(reward, gains - unforeseen, rtol=1e-9, atol=1e-12)
 
 
 def test_first_episodes_for_training_differ_in_length() -> None:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from cpu_server import CpuServer
+from cpu_server import ANSWER_S, CpuServer
 from traffic import Request, Sending
 
 from draftdial.controller.policy_file import PolicyFile
@@ -57,6 +57,18 @@ class SteeredServer(CpuServer):
         Sending(self, [Request((3,), 2)]).answers()  # the log is written when a result is processed
         return read_log(self.folder / "decisions.log")
 
+    def await_rounds(self, count: int) -> None:
+        """Wait until so many more decode rounds have run."""
+        wanted = len(self.rounds()) + count
+        self._await(lambda: len(self.rounds()) >= wanted, f"{count} more rounds")
+
+    def await_batch(self, batch_size: int) -> None:
+        """Wait for a decode round of at least so many requests."""
+        start = len(self.rounds())
+        self._await(
+            lambda: max(self.rounds()[start:], default=(0, 0))[0] >= batch_size, f"a batch of {batch_size}"
+        )
+
     def while_busy(self, sending: Sending, *changes: Callable[[], object], every_s: float = 0.15) -> int:
         """Make the changes in turn for as long as requests are under way; how many were made."""
         made = 0
@@ -65,6 +77,12 @@ class SteeredServer(CpuServer):
             made += 1
             time.sleep(every_s)
         return made
+
+    def _await(self, has_come: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + ANSWER_S
+        while not has_come():
+            assert time.monotonic() < deadline, f"{what}: not within {ANSWER_S:.0f} s"
+            time.sleep(0.01)
 
 
 def shares(rounds: Sequence[tuple[int, int]]) -> dict[int, float]:

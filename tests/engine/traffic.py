@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from math import ceil
+from types import TracebackType
+from typing import Any, Self
 
 from cpu_server import CpuServer
+from policies import TIERS
 from tiny_models import VOCAB
 
 LEAST_MARGIN = 1e-4
 """Least logit distance to the runner-up along a reference answer. Sums in another order are off by 1e-5 at
 most, which must not decide a comparison."""
+
+ABORT_OVERSHOOT = max(TIERS)
+"""So many tokens more than it asked for may come back of an aborted request, with or without draftdial:
+SGLang cuts at `max_new_tokens` only where that is what ends a request (`Req.update_finish_state`)."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +76,7 @@ class Sending:
 
     def _send(self, request: Request, rid: str | None) -> Answer:
         time.sleep(request.delay_s)
-        body = {"input_ids": request.prompt, "sampling_params": request.parameters}
-        answer = self._server.post("/generate", body | ({"rid": rid} if rid else {}))
-        return Answer(answer["output_ids"], answer["meta_info"])
+        return _answer(self._server, request, rid)
 
     def done(self) -> bool:
         """Have all been answered?"""
@@ -82,9 +88,62 @@ class Sending:
             return [future.result() for future in self._futures]
 
 
+class Load:
+    """Requests sent again and again, each in a thread of its own; a context manager that lets them end.
+
+    As long as it lasts all of them are in flight, whatever the speed of the machine.
+    """
+
+    def __init__(self, server: CpuServer, requests: Sequence[Request]) -> None:
+        self._server = server
+        self._is_over = threading.Event()
+        self._pool = ThreadPoolExecutor(len(requests))
+        self._futures = [self._pool.submit(self._repeat, request) for request in requests]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._is_over.set()
+        self._pool.shutdown()
+
+    def tokens(self) -> list[list[int]]:
+        """For every request, what it was answered, once it has ended.
+
+        Raises:
+            AssertionError: it was not answered the same every time.
+        """
+        answered = [future.result() for future in self._futures]
+        for first, *others in answered:
+            assert others == [first] * len(others)
+        return [first for first, *_ in answered]
+
+    def _repeat(self, request: Request) -> list[list[int]]:
+        answers = []
+        while not (answers and self._is_over.is_set()):
+            answers.append(_answer(self._server, request, None).tokens)
+        return answers
+
+
+def _answer(server: CpuServer, request: Request, rid: str | None) -> Answer:
+    body = {"input_ids": request.prompt, "sampling_params": request.parameters}
+    answer = server.post("/generate", body | ({"rid": rid} if rid else {}))
+    return Answer(answer["output_ids"], answer["meta_info"])
+
+
 def tokens_of(answers: Iterable[Answer]) -> list[list[int]]:
     """Their token ids."""
     return [answer.tokens for answer in answers]
+
+
+def fewest_rounds(requests: Iterable[Request], largest_k: int) -> int:
+    """No server can take less, however many of them it runs at once: a prefill gives each one token."""
+    return max(ceil((request.new_tokens - 1) / (largest_k + 1)) for request in requests)
 
 
 class Reference:

@@ -1,0 +1,98 @@
+"""What a token is worth: what it costs a server that serves at the best fixed k."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from draftdial.controller.cost_profile import CostProfile, OffMode
+from draftdial.envs.acceptance import AcceptanceBank
+from draftdial.envs.episodes import Episodes
+from draftdial.envs.fitted_acceptance import SHIPPED, FittedAcceptance
+from draftdial.envs.par import Par
+from draftdial.envs.scenario import Scenario
+from draftdial.envs.simulated_engine import ServerOptions
+from draftdial.envs.workload import RequestList
+
+LINEAR_PREFILL = ((1, 0.04), (300, 12.0))
+
+
+@pytest.fixture
+def two_domains(make_bank: Callable[..., AcceptanceBank]) -> AcceptanceBank:
+    """Drafts are always right, or never."""
+    return make_bank({"right": [[3] * 8], "wrong": [[0] * 8]})
+
+
+@pytest.mark.parametrize(
+    ("off_mode", "expected_ms"), [("warm", [2.25, 6.0, 1.25, 3.5]), ("skip", [2.25, 5.5, 1.25, 3.25])]
+)
+def test_par_is_the_time_of_a_token_at_the_best_fixed_k(
+    off_mode: OffMode,
+    expected_ms: list[float],
+    two_domains: AcceptanceBank,
+    make_profile: Callable[..., CostProfile],
+    make_requests: Callable[..., RequestList],
+) -> None:
+    # At 2 rows rounds take 12 (off; skip 11), 14 and 18 ms, at 4 rows 14 (13), 16 and 20.
+    requests = make_requests([50] * 4, concurrency=[2, 2, 4, 4], domain=[0, 1, 0, 1])
+    options = ServerOptions(off_mode=off_mode, lag=1)
+    profile = make_profile(prefill_ms=LINEAR_PREFILL)
+    par, round_s = Par(profile, options, two_domains, Scenario(high=4)).of(requests)
+    # A request's last round goes beyond its end by 1.5 tokens of some 280 on average, at k = 3.
+    assert (1e3 * par >= expected_ms).all()
+    np.testing.assert_allclose(1e3 * par, expected_ms, rtol=0.015)
+    # At 4 rows k = 1 has the best mean over both domains: (16/8 + 16/4) / 2 = 3 ms a token.
+    assert 1e3 * round_s == pytest.approx(16.0)
+
+
+def test_par_of_an_open_loop_is_that_of_eight_rows(
+    two_domains: AcceptanceBank,
+    make_profile: Callable[..., CostProfile],
+    make_requests: Callable[..., RequestList],
+) -> None:
+    requests = make_requests([50] * 2, arrival_s=[0.0, 9.0], domain=[0, 1])
+    profile = make_profile()
+    par, _ = Par(profile, ServerOptions(), two_domains, Scenario(mode="open")).of(requests)
+    off_s, one_s, three_s = profile.round_s(np.array([8]), np.array([125]), "warm")[0]
+    np.testing.assert_allclose(par, [min(off_s, one_s / 2, three_s / 4) / 8, off_s / 8])
+
+
+@pytest.mark.parametrize("concurrency", [1, 16, 90, 256])
+def test_the_best_fixed_k_earns_what_it_costs(concurrency: int) -> None:
+    # One kind of text under three names, as an episode needs several.
+    domains = [replace(SHIPPED["chat"], name=name) for name in ("one", "two", "three")]
+    profile = CostProfile.load("h200-llama3-8b")
+    scenario = Scenario(low=concurrency, high=concurrency, rounds=192)
+    num_servers = max(4, 96 // concurrency)
+    options = ServerOptions(mid_flight=True)
+    episodes = Episodes(num_servers, [profile], FittedAcceptance(domains), scenario, options=[options])
+    gains = []
+    for tier in range(len(profile.tiers)):
+        episodes.begin(np.arange(num_servers), range(num_servers))
+        earned_s = elapsed_s = 0.0
+        for _ in range(scenario.rounds):
+            step = episodes.advance(np.full(num_servers, tier))
+            earned_s += float((step.reward * step.round_s).sum())
+            elapsed_s += float(episodes.engine.servers["step_decode_s"].sum())
+        gains.append(earned_s / elapsed_s)
+    assert max(gains) == pytest.approx(0.0, abs=0.02)
+
+
+def test_par_includes_what_small_prefills_cost_on_top(
+    make_bank: Callable[..., AcceptanceBank],
+    make_profile: Callable[..., CostProfile],
+    make_requests: Callable[..., RequestList],
+) -> None:
+    bank = make_bank({"right": [[3] * 8]})
+    requests = make_requests([50], concurrency=[1])
+    flat, linear = (
+        Par(make_profile(prefill_ms=knots), ServerOptions(lag=1), bank, Scenario(high=1))
+        for knots in (((1000, 40.0), (2000, 80.0)), LINEAR_PREFILL)
+    )
+    assert flat.prefill_token_s == pytest.approx(linear.prefill_token_s)
+    # A prompt of some 400 tokens alone costs 40 ms instead of 16, which some 280 output tokens share.
+    added_s = flat.of(requests)[0] - linear.of(requests)[0]
+    np.testing.assert_allclose(added_s, 0.024 / 280, rtol=0.2)
