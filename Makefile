@@ -29,7 +29,7 @@ lint: $(VENV)/.installed
 test: lint
 	$(BIN)/pytest -q -n 2 --dist loadgroup
 
-test-engine:
+test-engine: $(VENV)/.installed
 	for release in $(ENGINE_RELEASES); do \
 	  venv=$$(PYTHON=$(PYTHON) tests/engine/install.sh $$release) && \
 	  $$venv/bin/python -m pytest -q --confcutdir=tests/engine tests/engine || exit 1; \

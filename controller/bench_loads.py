@@ -126,7 +126,10 @@ class Asking:
 
     def requests(self, load: Load, seed: int) -> RequestList:
         """The list of `seed`, with the prompts' own lengths."""
-        requests = load.source.requests(seed)
+        return self.fitted(load.source.requests(seed), seed)
+
+    def fitted(self, requests: RequestList, seed: int) -> RequestList:
+        """`requests` with the lengths of the prompts that `bodies` gives them."""
         if not self.prompts:
             return requests
         lengths = [len(self.prompts[place].ids) for place in self._order(requests, seed)]

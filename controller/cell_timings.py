@@ -27,7 +27,7 @@ def row_of(phase: Phase) -> str:
     if phase.k is None:
         return "nospec"
     if phase.k == 0:
-        return "off-skip" if phase.is_skip else "off-warm"
+        return f"off-{phase.off_mode}"
     return f"k={phase.k}"
 
 

@@ -17,6 +17,7 @@ COMMANDS = {
     "export-rule": ("controller.export_rule", "write a rule as a policy file"),
     "profile": ("controller.profile_server", "measure a server and write its cost profile"),
     "bench": ("controller.bench", "drive a server and compare how it is steered"),
+    "validate-sim": ("controller.validate_sim", "compare the simulator with a server, on one load"),
     "bench-sim": ("controller.bench_sim", "time the simulator"),
     "bench-decide": ("controller.bench_decide", "time a decision on a server's launch path"),
     "toy": ("controller.toy", "compare the learner with an exact dynamic programme"),

@@ -227,7 +227,7 @@ def _server_of(args: argparse.Namespace, files: Mapping[str, PolicyFile]) -> Ser
     if args.profile is None and len(profiles) > 1:
         raise UserError("--profile: found none, allowed: a profile, as the policy files name different ones")
     if args.off_mode is None and len(off_modes) > 1:
-        raise UserError("--off-mode: found none, allowed: warm or skip, as the policy files differ")
+        raise UserError("--off-mode: found none, allowed: warm, skip or kv-only, as the policy files differ")
     (first, *_) = files.values()
     profile = first.profile() if args.profile is None else CostProfile.load(args.profile)
     options = ServerOptions(off_mode=args.off_mode or off_modes.pop(), lag=args.lag, mid_flight=True)

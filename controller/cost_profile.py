@@ -16,15 +16,22 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from draftdial.controller.errors import UserError
-from draftdial.controller.profile_document import check_document, parse_document, row_names
+from draftdial.controller.profile_document import KV_ONLY_ROW, check_document, parse_document
 from draftdial.controller.round_table import cell_knots, fold, prefill_knots
 from draftdial.controller.signals import FloatArray, IntArray
 
-OffMode = Literal["warm", "skip", "nospec"]
-"""Whose time column 0 holds: off with the draft's KV kept, off without, or no speculation built in."""
+OffMode = Literal["warm", "skip", "kv-only", "nospec"]
+"""Whose time column 0 holds: off with the draft's KV kept, off without, off with its KV kept without running
+the draft, or no speculation built in."""
 
-_OFF_ROW: dict[str, int] = {"nospec": 0, "warm": 1, "skip": 2}
-_NUM_OFF_ROWS = len(_OFF_ROW)
+SPECULATIVE_OFF_MODES: tuple[OffMode, ...] = ("warm", "skip", "kv-only")
+"""Those of a server that can speculate."""
+OFF_MODE_OF_ROW: dict[str, OffMode] = {
+    "nospec": "nospec",
+    "off-warm": "warm",
+    "off-skip": "skip",
+    KV_ONLY_ROW: "kv-only",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +54,7 @@ class CostProfile:
     bucket_of_batch: IntArray
     """Shape `(max_running + 1,)`: which captured batch serves n requests (the largest one beyond it)."""
     rows: tuple[str, ...]
-    """Row names: nospec, off-warm, off-skip, then k=... for each tier above 0."""
+    """Row names: nospec, off-warm, off-skip, off-kv-only if known, then k=... for each tier above 0."""
     knot_context: FloatArray
     """Shape `(num_rows, num_batches, num_knots)`: mean context tokens per request, ascending."""
     knot_round_s: FloatArray
@@ -116,7 +123,7 @@ class CostProfile:
             draft_tokens=tuple(tier["draft_tokens"] for tier in document["tiers"]),
             captured_batches=captured,
             bucket_of_batch=bucket,
-            rows=row_names(tiers),
+            rows=tuple(row["row"] for row in document["rows"]),
             knot_context=knot_context,
             knot_round_s=knot_round_s,
             eager_factor=float(document["eager"]["factor_per_batch"]),
@@ -135,7 +142,7 @@ class CostProfile:
         table = fold(
             knot_context, knot_round_s, captured, bucket, profile.eager_factor, profile.eager_extra_s
         )
-        for off_mode in _OFF_ROW:
+        for off_mode in profile.off_modes:
             by_running = np.ascontiguousarray(table[..., profile._columns(off_mode)])
             profile._round_tables[off_mode] = by_running
             profile._running_last[off_mode] = np.ascontiguousarray(by_running.transpose(1, 2, 0))
@@ -166,7 +173,7 @@ class CostProfile:
         Returns:
             Shape `(num_servers, num_tiers)`, laid out tier by tier; `(num_tiers,)` for one number.
         """
-        pieces = self._running_last[off_mode].take(num_running, axis=2, mode="clip")
+        pieces = self._of(self._running_last, off_mode).take(num_running, axis=2, mode="clip")
         seconds: FloatArray = pieces[1] * mean_context_tokens
         seconds += pieces[0]
         for hinge in range(2, len(pieces) - 1, 2):
@@ -187,7 +194,7 @@ class CostProfile:
         where hinge h has `at_h = T[n, 2 + 2h, i]`, `slope_h = T[n, 3 + 2h, i]` and there are
         `(num_pieces - 3) // 2` of them. Padding and the eager cliff are folded in.
         """
-        return self._round_tables[off_mode]
+        return self._of(self._round_tables, off_mode)
 
     def prefill_s(self, num_tokens: ArrayLike, off_mode: OffMode) -> FloatArray:
         """Seconds to prefill a batch of `num_tokens` prompt tokens in all (any shape); none cost nothing."""
@@ -224,9 +231,28 @@ class CostProfile:
         """The JSON document; `from_document` gives exactly this profile again."""
         return copy.deepcopy(self.document)
 
-    def _columns(self, off_mode: str) -> IntArray:
+    @property
+    def off_modes(self) -> list[OffMode]:
+        """Those whose times it has, in the order of their rows."""
+        return [OFF_MODE_OF_ROW[row] for row in self.rows if row in OFF_MODE_OF_ROW]
+
+    def _columns(self, off_mode: OffMode) -> IntArray:
         """Rows that make up the tiers in this off mode, shape `(num_tiers,)`."""
-        return np.array([_OFF_ROW[off_mode], *range(_NUM_OFF_ROWS, len(self.rows))])
+        return np.array([self.off_modes.index(off_mode), *range(len(self.off_modes), len(self.rows))])
+
+    def _of(self, tables: dict[str, FloatArray], off_mode: OffMode) -> FloatArray:
+        """The one of `tables` for this off mode.
+
+        Raises:
+            UserError: the profile has no times of it.
+        """
+        table = tables.get(off_mode)
+        if table is None:
+            raise UserError(
+                f"profile {self.name}: found no row for off mode {off_mode}, needed: off-{off_mode}, as "
+                f"`draftdial profile` measures it on a server with --off-mode {off_mode}"
+            )
+        return table
 
 
 def shipped_profiles() -> dict[str, Path]:

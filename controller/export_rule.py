@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from draftdial.controller.cost_profile import CostProfile
+from draftdial.controller.cost_profile import SPECULATIVE_OFF_MODES, CostProfile
 from draftdial.controller.errors import UserError
 from draftdial.controller.policy_export import rule_file
 from draftdial.controller.policy_file import write
@@ -22,7 +22,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--batch", type=int, help="speculate while at most this many run (threshold)")
     parser.add_argument("--profile", default="h200-llama3-8b", help="cost profile: a name or a .json file")
     parser.add_argument(
-        "--off-mode", choices=("warm", "skip"), default="warm", help="is the draft's KV kept at k = 0"
+        "--off-mode", choices=SPECULATIVE_OFF_MODES, default="warm", help="what k = 0 does for the draft"
     )
     parser.add_argument("--out", type=Path, help="file to write (default: NAME.safetensors)")
     parser.set_defaults(run=run)

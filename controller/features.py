@@ -172,6 +172,11 @@ class Features:
         speedup[:, :, 1:] = self._advice.swapaxes(1, 2)
         return speedup
 
+    @property
+    def round_s(self) -> FloatArray:
+        """(num_tiers, num_servers) seconds of the coming round, by the last `compute`."""
+        return self._round_s
+
     def observe(self, outcome: RoundOutcome) -> None:
         """Learn from a finished round."""
         self.belief.observe(outcome)

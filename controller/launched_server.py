@@ -10,10 +10,10 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self
 
 from draftdial.controller.errors import UserError
@@ -27,14 +27,24 @@ END_S = 30.0
 class LaunchedServer(AbstractContextManager["LaunchedServer"]):
     """`draftdial serve POLICY --warn -- ARGS` on a free port of this machine; `url` is where it answers."""
 
-    def __init__(self, policy: Path, arguments: Sequence[str], log: Path) -> None:
-        """Start it; what it prints goes to `log`. It is healthy once the block is entered."""
+    def __init__(
+        self,
+        policy: Path,
+        arguments: Sequence[str],
+        log: Path,
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Start it, with environment `variables` on top of this process's; what it prints goes to `log`.
+
+        It is healthy once the block is entered.
+        """
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._log = log
         place = ["--host", "127.0.0.1", "--port", str(port)]
         command = [sys.executable, "-m", "draftdial.controller.cli", "serve", str(policy), "--warn"]
         environment = {name: value for name, value in os.environ.items() if name != POLICY}
+        environment |= variables
         with log.open("w") as output:
             self._process = subprocess.Popen(
                 [*command, "--", *arguments, *place],

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftdial.controller.features import Features
-from draftdial.controller.off_probe import OffProbe
+from draftdial.controller.probe import Probe
 from draftdial.controller.signals import IntArray, RoundOutcome, RoundSignals
 
 Float32Array = NDArray[np.float32]
@@ -65,7 +65,7 @@ class Network:
 class LearnedPolicy:
     """`Policy`: features, network, the tier of the largest logit (the smallest k among equals).
 
-    Where that is k = 0 for long, a probe comes between (see `OffProbe`).
+    Once in a while a round runs one tier deeper than that (see `Probe`).
     """
 
     def __init__(self, features: Features, network: Network) -> None:
@@ -73,13 +73,12 @@ class LearnedPolicy:
         self.network = network
         self.tiers = features.tiers
         self._k = np.array(self.tiers, np.int64)
-        self._probe = OffProbe() if self.tiers[0] == 0 and len(self.tiers) > 1 else None
+        self._probe = Probe(len(self.tiers))
 
     def reset(self, num_servers: int) -> None:
         """Forget everything; `num_servers` rows follow."""
         self.features.reset(num_servers)
-        if self._probe is not None:
-            self._probe.reset(num_servers)
+        self._probe.reset(num_servers)
 
     def decide(self, signals: RoundSignals) -> IntArray:
         """(num_servers,) k for the coming round.
@@ -90,9 +89,7 @@ class LearnedPolicy:
         logits = self.network.logits(self.features.compute(signals))
         if np.count_nonzero(logits != logits):
             raise ArithmeticError("the network gave NaN")
-        tier = logits.argmax(axis=1)
-        if self._probe is not None:
-            tier = self._probe.applied(tier)
+        tier = self._probe.applied(logits.argmax(axis=1), self.features.round_s)
         self.features.chose(tier)
         k: IntArray = self._k.take(tier)
         return k

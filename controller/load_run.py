@@ -36,18 +36,25 @@ class LoadResult:
 async def run_load(
     client: StreamClient, requests: RequestList, body_of: Callable[[int], dict[str, Any]]
 ) -> LoadResult:
-    """Send every request and wait for all answers; `body_of(i)` is the i-th, for `/generate`."""
-    loop = asyncio.get_running_loop()
+    """`send_all` as precisely as this process can: it must do nothing else meanwhile."""
     gc.collect()
     gc.freeze()
     gc.disable()  # a collection would stop all streams at once
-    begin_s, cpu_s = loop.time(), time.process_time()
     try:
-        send = _closed if requests.mode == "closed" else _open
-        answers = await send(client, requests, body_of, begin_s)
+        return await send_all(client, requests, body_of)
     finally:
         gc.enable()
         gc.unfreeze()
+
+
+async def send_all(
+    client: StreamClient, requests: RequestList, body_of: Callable[[int], dict[str, Any]]
+) -> LoadResult:
+    """Send every request and wait for all answers; `body_of(i)` is the i-th, for `/generate`."""
+    loop = asyncio.get_running_loop()
+    begin_s, cpu_s = loop.time(), time.process_time()
+    send = _closed if requests.mode == "closed" else _open
+    answers = await send(client, requests, body_of, begin_s)
     wall_s = loop.time() - begin_s
     sent_s = np.array([answer.sent_s for answer in answers]) - begin_s
     is_open = requests.mode == "open"

@@ -54,7 +54,13 @@ class MeasuredServer:
         return {name: value for name, value in self.facts.items() if name not in changing} | {
             "tiers": list(self.tiers),
             "model": self.arguments.get("model_path"),
+            **({"off_mode": "kv-only"} if self.has_kv_only else {}),
         }
+
+    @property
+    def has_kv_only(self) -> bool:
+        """Can k = 0 keep the draft's KV here without running the draft?"""
+        return self.status.get("off_mode") == "kv-only" and not self.status.get("kv_only_fallback")
 
     @property
     def tiers(self) -> tuple[int, ...]:

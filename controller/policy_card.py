@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from draftdial.controller.belief import PRIOR_ACCEPTANCE, PRIOR_SAMPLES
+from draftdial.controller.cost_profile import SPECULATIVE_OFF_MODES
 from draftdial.controller.errors import UserError
 from draftdial.controller.features import HALF_LIVES_SAMPLES, feature_table
 from draftdial.controller.files import sha256_of
@@ -103,7 +104,7 @@ def check_card(card: Card, source: str) -> None:
     check = _CardCheck(card, source)
     check.one_of("kind", KINDS)
     check.matching("name", r"[A-Za-z0-9][A-Za-z0-9._:+=-]{0,63}", "1 to 64 letters, digits and ._:+=-")
-    check.one_of("off_mode", ("warm", "skip"))
+    check.one_of("off_mode", SPECULATIVE_OFF_MODES)
     check.tiers()
     profile = check.object("cost_profile")
     document = profile.get("document")

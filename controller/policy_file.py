@@ -51,10 +51,18 @@ class PolicyFile:
         return sha256_of(self.data)[:12]
 
     def profile(self) -> CostProfile:
-        """The costs the policy reckons with."""
-        return CostProfile.from_document(
+        """The costs the policy reckons with.
+
+        Raises:
+            UserError: they are not those of its off mode, or not whole.
+        """
+        profile = CostProfile.from_document(
             self.card["cost_profile"]["document"], f"{self.source}: cost_profile"
         )
+        if self.card["off_mode"] not in profile.off_modes:
+            known = ", ".join(mode for mode in profile.off_modes if mode != "nospec")
+            refuse(self.source, "off_mode", self.card["off_mode"], f"{known}, those of its cost profile")
+        return profile
 
 
 def pack(card: Card, tensors: dict[str, NDArray[Any]]) -> bytes:

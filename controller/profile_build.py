@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from draftdial.controller.cost_profile import CostProfile, OffMode
+from draftdial.controller.cost_profile import OFF_MODE_OF_ROW, CostProfile
 from draftdial.controller.errors import UserError
-from draftdial.controller.profile_document import OFF_ROWS, SCHEMA, UNITS, row_names
+from draftdial.controller.profile_document import KV_ONLY_ROW, OFF_ROWS, SCHEMA, UNITS, row_names
 from draftdial.controller.profile_provenance import Provenance
 from draftdial.controller.profile_sweep import Measurements
 
 EAGER_FACTOR = 1.0
-_OFF_MODES: dict[str, OffMode] = {"nospec": "nospec", "off-warm": "warm", "off-skip": "skip"}
 
 Cells = dict[int, dict[int, float]]
 """Round time in ms by batch and mean context, of one row."""
@@ -51,6 +50,8 @@ class ProfileBuilder:
         self._versions = versions
         self._facts: dict[str, Any] = measurements.document["facts"]
         self._has_nospec = bool(measurements.of("cell", "nospec"))
+        has_kv_only = any(KV_ONLY_ROW in cell["rows"] for cell in measurements.of("cell", "speculative"))
+        self._rows = row_names(self._tiers, has_kv_only=has_kv_only)
         self._date = datetime.date.today().isoformat()
         self.host_bound = _host_bound(measurements)
         """Cells whose time the host set, twice."""
@@ -61,7 +62,7 @@ class ProfileBuilder:
         Raises:
             UserError: too little was measured for a profile.
         """
-        rows = {name: self._cells(name) for name in row_names(self._tiers)}
+        rows = {name: self._cells(name) for name in self._rows}
         if not self._has_nospec:
             rows["nospec"] = rows["off-skip"]
         if any(not cells for cells in rows.values()):
@@ -107,7 +108,7 @@ class ProfileBuilder:
         for side in ("speculative", "nospec"):
             for cell in self._measured.of("held-out", side):
                 for row, timing in cell["rows"].items():
-                    mode = _OFF_MODES.get(row, "warm")
+                    mode = OFF_MODE_OF_ROW.get(row, "warm")
                     column = 0 if row in OFF_ROWS else profile.tiers.index(int(row.removeprefix("k=")))
                     predicted = profile.round_s(cell["batch"], round(timing["context"]), mode)[column]
                     found.append(1e3 * float(predicted) / timing["period_ms"] - 1)
@@ -176,7 +177,7 @@ class ProfileBuilder:
             grid=self._measured.document["grid"],
             is_gpu=self._facts["clock"] == "cuda",
             has_graphs=bool(self._facts["captured_batches"]),
-            rows=row_names(self._tiers),
+            rows=self._rows,
             measured=measured,
             captured=captured,
             host_bound=self.host_bound,

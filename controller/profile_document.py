@@ -14,7 +14,9 @@ from typing import Any, NoReturn
 from draftdial.controller.errors import UserError
 
 SCHEMA = "draftdial.profile/1"
-OFF_ROWS = ("nospec", "off-warm", "off-skip")
+OFF_ROWS = ("nospec", "off-warm", "off-skip", "off-kv-only")
+KV_ONLY_ROW = OFF_ROWS[-1]
+"""Where it was measured: a profile may lack it."""
 UNITS = {"time": "ms", "context": "tokens"}
 
 _TOO_LARGE = 1e12
@@ -37,9 +39,10 @@ _KEYS = (
 _NEEDS_PROVENANCE = ("captured_batches", "eager", "prefill", "switch_ms", *_COUNTS)
 
 
-def row_names(tiers: Iterable[int]) -> tuple[str, ...]:
-    """The rows a profile with these values of k has, in order: three ways to be off, then each k > 0."""
-    return (*OFF_ROWS, *(f"k={k}" for k in tiers if k > 0))
+def row_names(tiers: Iterable[int], *, has_kv_only: bool) -> tuple[str, ...]:
+    """The rows a profile with these values of k has, in order: the ways to be off, then each k > 0."""
+    off_rows = OFF_ROWS if has_kv_only else OFF_ROWS[:-1]
+    return (*off_rows, *(f"k={k}" for k in tiers if k > 0))
 
 
 def parse_document(text: str, source: str) -> dict[str, Any]:
@@ -89,7 +92,9 @@ class _DocumentCheck:
             self.count(fields[key], key)
         if fields["max_running"] > _MOST_RUNNING:
             self.fail("max_running", fields["max_running"], f"at most {_MOST_RUNNING}")
-        names = row_names(self.tiers(fields["tiers"]))
+        rows = fields["rows"] if isinstance(fields["rows"], list) else []
+        has_kv_only = any(isinstance(row, dict) and row.get("row") == KV_ONLY_ROW for row in rows)
+        names = row_names(self.tiers(fields["tiers"]), has_kv_only=has_kv_only)
         batches = self.items(fields["captured_batches"], "captured_batches", at_least=1)
         for i, batch in enumerate(batches):
             self.count(batch, f"captured_batches[{i}]")

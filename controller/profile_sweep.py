@@ -123,7 +123,7 @@ class Measurements:
 class Sweep:
     """Measures one server."""
 
-    def __init__(self, server: MeasuredServer, grid: Grid, side: str, skips: bool = True) -> None:
+    def __init__(self, server: MeasuredServer, grid: Grid, side: str) -> None:
         self.server = server
         self.grid = grid
         self.side = side
@@ -230,7 +230,8 @@ class Sweep:
             return [Phase(None, rounds)]
         return [
             Phase(0, rounds),
-            Phase(0, rounds, is_skip=True),
+            Phase(0, rounds, "skip"),
+            *([Phase(0, rounds, "kv-only")] if self.server.has_kv_only else []),
             *(Phase(k, rounds) for k in self.server.tiers if k),
         ]
 

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ from hydra.errors import HydraException
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from draftdial import conf
+from draftdial.controller.cost_profile import SPECULATIVE_OFF_MODES
 from draftdial.controller.errors import UserError
+from draftdial.controller.policy_weights import MAX_HIDDEN
 from draftdial.envs.lengths import as_lengths
 from draftdial.envs.scenario import Scenario
 from draftdial.envs.shipped_acceptance import SHIPPED_RECORDINGS
@@ -51,6 +55,16 @@ class AcceptanceConfig:
 class EngineConfig:
     """How the server behaves; see ServerOptions."""
 
+    kind: str = "simulated"
+    """`simulated`, or `live`: a real server."""
+    url: str | None = None
+    """live: of a server that runs on this host."""
+    command: str | None = None
+    """live: SGLang's arguments for a server to start, in place of `url`."""
+    prompts: str | None = None
+    """live: JSONL file of prompts; random token ids without one."""
+    tokenizer: str | None = None
+    """live: folder of the tokenizer, for prompts that hold text."""
     off_mode: str = MISSING
     lag: int = MISSING
     gap_floor: float = MISSING
@@ -99,6 +113,8 @@ class TrainConfig:
     resume: str | None = None
 
 
+LIVE_ENGINE = "engine=live"
+"""The one group that a resumed run may change: what was learned in simulation goes on on a server."""
 GROUPS = ("profile", "acceptance", "scenario", "engine", "objective", "ppo", "experiment")
 
 
@@ -133,8 +149,9 @@ def _composed(overrides: list[str]) -> Any:
             return compose("train", overrides=overrides)
     if not Path(resumed, "checkpoint.pt").is_file():
         raise UserError(f"train: resume: {resumed} holds no checkpoint.pt; allowed: the folder of a run")
+    is_made_live = LIVE_ENGINE in overrides
     for override in overrides:
-        if override.split("=", 1)[0] in GROUPS:
+        if override.split("=", 1)[0] in GROUPS and override != LIVE_ENGINE:
             raise UserError(f"train: {override}: a run resumes its own groups; allowed: group.key=value")
     try:
         kept = OmegaConf.load(Path(resumed, "config.yaml"))
@@ -142,7 +159,17 @@ def _composed(overrides: list[str]) -> Any:
         raise UserError(
             f"train: resume: {resumed}/config.yaml cannot be read; allowed: the folder of a run"
         ) from None
+    if is_made_live:
+        overrides.remove(LIVE_ENGINE)
+        kept = OmegaConf.merge(kept, OmegaConf.create((files(conf) / "engine" / "live.yaml").read_text()))
     return OmegaConf.merge(kept, OmegaConf.from_dotlist(overrides))
+
+
+def resumed_kind(config: TrainConfig) -> str:
+    """The `engine.kind` of the run that is resumed."""
+    assert config.resume is not None
+    kept = OmegaConf.load(Path(config.resume, "config.yaml"))
+    return str(OmegaConf.select(kept, "engine.kind", default="simulated"))
 
 
 def _named_profile(override: str) -> str:
@@ -181,7 +208,10 @@ def _check(config: TrainConfig) -> None:
     _one_of(
         "acceptance.kind", config.acceptance.kind, ("randomised", "fitted", "replayed", *SHIPPED_RECORDINGS)
     )
-    _one_of("engine.off_mode", config.engine.off_mode, ("warm", "skip"))
+    _one_of("engine.kind", config.engine.kind, ("simulated", "live"))
+    if config.engine.kind == "live":
+        _check_live(config)
+    _one_of("engine.off_mode", config.engine.off_mode, SPECULATIVE_OFF_MODES)
     _one_of("engine.lag", config.engine.lag, (1, 2))
     _one_of("scenario.mode", scenario.mode, ("closed", "open"))
     if (config.objective.name == "throughput") != (scenario.mode == "closed"):
@@ -191,6 +221,8 @@ def _check(config: TrainConfig) -> None:
         )
     for name in ("total_rounds", "num_servers", "rounds_per_update", "batch_size", "num_epochs", "width"):
         _at_least(f"ppo.{name}", getattr(ppo, name), 1)
+    if ppo.width > MAX_HIDDEN:
+        raise UserError(f"train: ppo.width: {ppo.width}; allowed: up to {MAX_HIDDEN}")
     _at_least("ppo.num_evaluations", ppo.num_evaluations, 1)
     _at_least("ppo.num_validation_episodes", ppo.num_validation_episodes, 1)
     _at_least("scenario.low", scenario.low, 1)
@@ -231,6 +263,17 @@ def _check(config: TrainConfig) -> None:
         _at_least("acceptance.num_domains", config.acceptance.num_domains, 5)
     elif config.acceptance.kind not in SHIPPED_RECORDINGS and not config.acceptance.domains:
         raise UserError("train: acceptance.domains: empty; allowed: at least two domains")
+
+
+def _check_live(config: TrainConfig) -> None:
+    """Without these there is nothing to train on, or no way to."""
+    if (config.engine.url is None) == (config.engine.command is None):
+        raise UserError("train: engine=live: give engine.url of a server, or engine.command to start one")
+    if len(config.profile.names) != 1 or config.profile.num_random:
+        names = ", ".join(config.profile.names)
+        raise UserError(f"train: profile.names: {names}; allowed with engine=live: the server's own, alone")
+    _one_of("objective.name", config.objective.name, ("throughput",))
+    _one_of("ppo.num_servers", config.ppo.num_servers, (1,))
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from draftdial.controller.cost_profile import CostProfile
+from draftdial.controller.cost_profile import SPECULATIVE_OFF_MODES, CostProfile
 from draftdial.controller.errors import UserError
 from draftdial.controller.files import atomic_write, sha256_of
 from draftdial.controller.greedy import GoodputGreedy
@@ -225,7 +225,7 @@ def add_setting(parser: argparse.ArgumentParser, default_profile: str | None) ->
         metavar="A",
         help=f"fitted, {SHIPPED_RECORDINGS[0]}, or [DOMAIN=]FILE ... (default: fitted; a log brings its own)",
     )
-    parser.add_argument("--off-mode", choices=("warm", "skip"), help="is the draft's KV kept at k = 0")
+    parser.add_argument("--off-mode", choices=SPECULATIVE_OFF_MODES, help="what k = 0 does for the draft")
     parser.add_argument("--lag", type=int, choices=(1, 2), default=2, help="rounds until an outcome is seen")
     parser.add_argument("--full", action="store_true", help="cells long enough to decide, not the short ones")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="worker processes")

@@ -16,14 +16,15 @@ from draftdial.controller.errors import UserError
 from draftdial.controller.policy import Policy
 from draftdial.controller.policy_file import PolicyFile
 from draftdial.controller.signals import RoundOutcome, RoundSignals
-from draftdial.engine_patch import round_timer
+from draftdial.engine_patch import lockstep, round_timer
 from draftdial.engine_patch.counters import Counters
 from draftdial.engine_patch.decision_log import DecisionLog
+from draftdial.engine_patch.kv_only import KvOnly
 from draftdial.engine_patch.launch_checks import SKIP
 from draftdial.engine_patch.metrics import Metrics
 from draftdial.engine_patch.scheduler_signals import SchedulerSignals
 from draftdial.engine_patch.server_tiers import Refused, ServerTiers, off_mode_of
-from draftdial.engine_patch.settings import MODES, Mode
+from draftdial.engine_patch.settings import MODES, OFF_MODE, Mode, fits
 from draftdial.engine_patch.shadow_report import ShadowReport
 from draftdial.engine_patch.telemetry import Telemetry
 
@@ -92,9 +93,9 @@ class Dial:
     """SGLang's `AdaptiveSpecPolicy`, by duck type. One per scheduler process, the same on every rank.
 
     Which k runs: that of a measurement in the rounds it counts; else the forced one; else 0 in mode `off`,
-    SGLang's own rule in `shadow`, and the policy in `steer`. A dial that was never bound to a scheduler
-    leaves everything to SGLang's own rule. The policy is asked every round in every mode, so that it is never
-    behind when it takes over.
+    SGLang's own rule in `shadow`, and in `steer` the policy, or an environment in lockstep. A dial that was
+    never bound to a scheduler leaves everything to SGLang's own rule. The policy is asked every round in
+    every mode, so that it is never behind when it takes over.
 
     An error of the policy, or a k that this server has not built, latches `fallback`: from then on the
     file's threshold rule stands in for the policy, until another one is deployed. Ranks see the same
@@ -107,7 +108,10 @@ class Dial:
         self._worker = worker
         self._tiers = ServerTiers(inner.candidate_steps, without_zero)
         # Once: a measurement sets the variable in the rounds that it counts.
-        self._off_mode = off_mode_of(os.environ)
+        self.off_mode = off_mode_of(os.environ)
+        """What a round at k = 0 is asked to be."""
+        self.kv_only: KvOnly | None = None
+        """What makes it `kv-only`, where that was asked for."""
         self.mode: Mode = "steer"
         self.forced_k: int | None = None
         built = self._tiers.built
@@ -162,7 +166,7 @@ class Dial:
             return self._tiers.at_most(self.inner.get_steps_for_batch(batch_size))
         if signals.is_probe_round(batch_size):
             steps: int = self._worker.speculative_num_steps
-            return steps
+            return steps if self.kv_only is None else self.kv_only.decide(steps)
         wanted = self._wanted(signals, batch_size)
         k = wanted
         planned = round_timer.planned_k()
@@ -174,6 +178,13 @@ class Dial:
             k = 0
         elif self.mode == "shadow":
             k = self._tiers.at_most(self.inner.get_steps_for_batch(batch_size))
+        elif (followed := lockstep.current()) is not None:
+            k = followed.k_of(signals.values, wanted)
+        if self.kv_only is not None:
+            if planned is None:
+                k = self.kv_only.decide(k)
+            else:
+                self.kv_only.restart.measure(k, round_timer.planned_off_mode())
         counters, last = self.counters, self._last
         counters.decisions += 1
         counters.rounds_at_k[k] += 1
@@ -246,10 +257,12 @@ class Dial:
         file = policy_file.read(source)
         policy = policy_file.load_policy(file)
         self._tiers.check_policy(policy, file.source)
-        if 0 in policy.tiers and 0 in self.tiers and file.card["off_mode"] != self._off_mode:
+        has_zero = 0 in policy.tiers and 0 in self.tiers
+        if has_zero and not fits(file.card["off_mode"], self.off_mode):
+            name = OFF_MODE if self.off_mode == "kv-only" else SKIP
             raise UserError(
-                f"{file.source}: off_mode: found {file.card['off_mode']}, allowed: {self._off_mode}, "
-                f"by {SKIP}={os.environ.get(SKIP, '')}"
+                f"{file.source}: off_mode: found {file.card['off_mode']}, allowed: {self.off_mode}, "
+                f"by {name}={os.environ.get(name, '')}"
             )
         return Loaded(file, policy)
 
@@ -259,7 +272,7 @@ class Dial:
         loaded.policy.reset(1)
         self._loaded = loaded
         self.fallback = None
-        self._restart_shadow()
+        self._begin_anew()
         if is_deploy:
             self.counters.deploys += 1
             self.telemetry.event("deploy", {"policy": loaded.file.data, "name": self.policy_name})
@@ -317,7 +330,7 @@ class Dial:
         self.check_mode(mode)
         if mode != self.mode:
             self.mode = mode
-            self._restart_shadow()
+            self._begin_anew()
             self.telemetry.event("mode", {"mode": mode})
 
     def force_k(self, k: int | None) -> None:
@@ -329,7 +342,7 @@ class Dial:
         self.check_force_k(k)
         if k != self.forced_k:
             self.forced_k = k
-            self._restart_shadow()
+            self._begin_anew()
             self.telemetry.event("force_k", {"k": k})
 
     def check_mode(self, mode: Mode) -> None:
@@ -368,8 +381,10 @@ class Dial:
         rule = self._loaded.file.card["fallback"]
         return self._tiers.at_most(rule["k"] if batch_size <= rule["batch"] else 0)
 
-    def _restart_shadow(self) -> None:
-        """A report covers one policy in one stretch of shadowing."""
+    def _begin_anew(self) -> None:
+        """Somebody else decides. A shadow report covers one policy in one stretch of shadowing."""
+        if self.kv_only is not None:
+            self.kv_only.restart.forget()
         self.telemetry.shadow = None
         if self.mode == "shadow" and self.forced_k is None:
             self.telemetry.shadow = ShadowReport(

@@ -99,16 +99,21 @@ class _Examination:
             self.found(Finding("warning", "rejection sampling", text))
             self.needs = self.needs.without_zero()
             resolved = self.resolved()
-        self.found(*check_off_mode(self.needs, self.environment))
+        off_mode = "kv-only" if self.request.kv_only else self.needs.off_mode
+        self.found(*check_off_mode(off_mode, self.needs, self.environment))
         self.found(*check_tiers(self.request.mode, self.needs, self.environment))
-        if self.needs.off_mode == "skip" and 0 in self.needs.tiers:
+        if off_mode == "skip" and 0 in self.needs.tiers:
             self.launch.variables[SKIP] = "1"
+        elif off_mode == "kv-only" and 0 in self.needs.tiers:
+            self.launch.variables[settings.OFF_MODE] = off_mode
         if resolved is None:
             return None
         if isinstance(resolved, Resolved):
             self.found(*check_capacity(self.given, self.needs, resolved))
             unsupported = (
-                resolved.unsupported or disaggregated(self.given) or stale_graphs(self.version, resolved)
+                resolved.unsupported
+                or disaggregated(self.given.values.get("disaggregation_mode", "null"))
+                or stale_graphs(self.version, resolved)
             )
         else:
             unsupported = resolved

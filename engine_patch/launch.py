@@ -9,7 +9,7 @@ from pathlib import Path
 
 from draftdial.controller.errors import UserError
 from draftdial.engine_patch.launch_arguments import Finding
-from draftdial.engine_patch.settings import MODE, MODES, START, STARTS, one_of
+from draftdial.engine_patch.settings import MODE, MODES, START, STARTS, is_kv_only, one_of
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class Request:
     log: Path | None
     arguments: tuple[str, ...]
     """For SGLang's server."""
+    kv_only: bool = False
+    """Keep the draft's KV at k = 0 without running the draft, whatever the policy reckons with."""
     replay: tuple[str, ...] = ()
     """Files of recorded acceptance to accept by, each `FILE` or `DOMAIN=FILE`."""
 
@@ -65,6 +67,11 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--log", type=Path, metavar="FILE", help="record every decision in FILE")
     parser.add_argument(
+        "--off-mode",
+        choices=("kv-only",),
+        help="at k = 0 keep the draft's KV without running the draft (default: as the policy says)",
+    )
+    parser.add_argument(
         "--replay-acceptance",
         action="append",
         default=[],
@@ -84,4 +91,5 @@ def request_of(args: argparse.Namespace, environment: Mapping[str, str]) -> Requ
     replay = tuple(args.replay_acceptance)
     mode = args.mode or one_of(environment, MODE, MODES)
     strict = one_of(environment, START, STARTS) == "strict" if args.strict is None else args.strict
-    return Request(args.policy, mode, strict, args.log, tuple(args.engine_arguments), replay)
+    kv_only = args.off_mode == "kv-only" or is_kv_only(environment)
+    return Request(args.policy, mode, strict, args.log, tuple(args.engine_arguments), kv_only, replay)

@@ -49,16 +49,20 @@ def check_plugin(plugins: Mapping[str, str], environment: Mapping[str, str]) -> 
     return Finding("ok", "plugin", f"{PLUGIN} = {plugins[PLUGIN]}")
 
 
-def check_off_mode(needs: Needs, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether the environment contradicts the off mode that the policy reckons with."""
-    if not needs.off_mode or 0 not in needs.tiers:
+def check_off_mode(off_mode: str, needs: Needs, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Whether the environment or the policy contradicts the off mode asked for, or else the policy's own."""
+    if not off_mode or 0 not in needs.tiers:
         return
     value = environment.get(SKIP, "")
-    if value and (value.lower() in ("true", "1", "yes", "y")) != (needs.off_mode == "skip"):
-        text = f"{SKIP}={value}, but the policy was made for off mode {needs.off_mode}: unset the variable"
+    if needs.off_mode and not settings.fits(needs.off_mode, off_mode):
+        text = f"{off_mode}, but the policy was made for {needs.off_mode}"
+        yield Finding("problem", "off mode", text)
+    elif value and (value.lower() in ("true", "1", "yes", "y")) != (off_mode == "skip"):
+        asked = "the policy was made for" if off_mode == needs.off_mode else "asked for is"
+        text = f"{SKIP}={value}, but {asked} off mode {off_mode}: unset the variable"
         yield Finding("problem", "off mode", text)
     else:
-        yield Finding("ok", "off mode", needs.off_mode)
+        yield Finding("ok", "off mode", off_mode)
 
 
 def check_tiers(mode: str, needs: Needs, environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -97,9 +101,8 @@ def check_replay(environment: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("warning", "acceptance replay", f"{arrays}: what this server answers is meaningless")
 
 
-def disaggregated(given: Given) -> str | None:
-    """Why this server is not steered, if it does only the prefill or only the decoding of requests."""
-    role = given.values.get("disaggregation_mode", "null")
+def disaggregated(role: str) -> str | None:
+    """Why this server is not steered, if its `--disaggregation-mode` is one half of the work alone."""
     if role == "null":
         return None
     return f"--disaggregation-mode {role}: prefill/decode disaggregation is not supported"

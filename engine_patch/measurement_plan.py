@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Self
 
+from draftdial.controller.cost_profile import OffMode
 from draftdial.controller.errors import UserError
 
 MEASURE_KEY = "draftdial_measure"
@@ -17,7 +18,8 @@ MEASURE_KEY = "draftdial_measure"
 MAX_ROUNDS = 100_000
 """Of a plan."""
 
-_PHASE = re.compile(r"(-|\d{1,3}s?)x([1-9]\d{0,5})")
+_PHASE = re.compile(r"(-|\d{1,3}|0[sk])x([1-9]\d{0,5})")
+_SUFFIXES: dict[OffMode, str] = {"warm": "", "skip": "s", "kv-only": "k"}
 _KEY = re.compile(rf"{MEASURE_KEY}:(\d{{1,15}}):(\d{{1,5}}):(.*)")
 
 
@@ -28,11 +30,11 @@ class Phase:
     k: int | None
     """None on a server without speculation."""
     num_rounds: int
-    is_skip: bool = False
-    """For k = 0: leave out the draft-extend (SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND)."""
+    off_mode: OffMode = "warm"
+    """For k = 0: what is done for the draft."""
 
     def __str__(self) -> str:
-        name = "-" if self.k is None else f"{self.k}{'s' if self.is_skip else ''}"
+        name = "-" if self.k is None else f"{self.k}{_SUFFIXES[self.off_mode]}"
         return f"{name}x{self.num_rounds}"
 
     @classmethod
@@ -43,12 +45,12 @@ class Phase:
             UserError: it is none.
         """
         match = _PHASE.fullmatch(text)
-        if match is None or (match[1].endswith("s") and match[1] != "0s"):
+        if match is None:
             raise UserError(
-                f"measurement: phase: found {text[:40]!r}, allowed: such as 3x40, 0x40, 0sx40, -x40"
+                f"measurement: phase: found {text[:40]!r}, allowed: such as 3x40, 0x40, 0sx40, 0kx40, -x40"
             )
-        k = None if match[1] == "-" else int(match[1].removesuffix("s"))
-        return cls(k, int(match[2]), match[1].endswith("s"))
+        off_mode = next(mode for mode, suffix in reversed(_SUFFIXES.items()) if match[1].endswith(suffix))
+        return cls(None if match[1] == "-" else int(match[1].rstrip("sk")), int(match[2]), off_mode)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ GAUGES = {
     "forced_k": "The k forced by an operator, -1 for none.",
     "mode": f"{', '.join(f'{code} {mode}' for code, mode in enumerate(MODES))}.",
     "fallback": "1 while the fallback rule decides, else 0.",
+    "telemetry_error": "1 once the decision log or the shadow report has ended by an error, else 0.",
     "acceptance": "The policy's belief: P(the first draft token is accepted). NaN where it has none.",
     "predicted_speedup": "Its belief: tokens per second at this k ÷ those at k = 0. NaN where it has none.",
 }
@@ -93,6 +94,7 @@ class Metrics:
             ("forced_k", -1 if dial.forced_k is None else dial.forced_k),
             ("mode", MODES.index(dial.mode)),
             ("fallback", dial.fallback is not None),
+            ("telemetry_error", dial.telemetry.has_failed),
             ("acceptance", prediction.acceptance if prediction else math.nan),
             ("predicted_speedup", prediction.speedup if prediction else math.nan),
         ):

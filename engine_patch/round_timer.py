@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from draftdial.controller.cost_profile import OffMode
 from draftdial.engine_patch import compat
 from draftdial.engine_patch.launch_checks import SKIP
 from draftdial.engine_patch.measurement_plan import MeasurementPlan, Phase, PlanProgress
@@ -52,6 +53,12 @@ def stop() -> None:
 def planned_k() -> int | None:
     """The k that the present measurement runs, asked where a round's k is decided; None: the policy's."""
     return None if _timer is None else _timer.decide()
+
+
+def planned_off_mode() -> OffMode:
+    """What a round at k = 0 does for the draft, where the present measurement runs it."""
+    phase = None if _timer is None else _timer.current_phase
+    return "warm" if phase is None else phase.off_mode
 
 
 def is_planned() -> bool:
@@ -109,7 +116,7 @@ class RoundTimer:
         self._prefills: list[list[float]] = []
         self._skip_before = os.environ.get(SKIP)
         try:
-            self._clock = _clock_of(scheduler)
+            self._clock = clock_of(scheduler)
             self._facts = _facts(scheduler) | {"clock": self._clock.name}
         except Exception as error:
             self._fail(error)
@@ -150,7 +157,7 @@ class RoundTimer:
         From here on the host has only work to do.
         """
         self._decided = (time.perf_counter(), self._mark())
-        phase = self._phase()
+        phase = self.current_phase
         return None if phase is None else phase.k
 
     def report(self) -> dict[str, Any]:
@@ -183,13 +190,15 @@ class RoundTimer:
 
     def _set_skip(self) -> None:
         """SGLang reads the variable in every round at k = 0."""
-        phase = self._phase()
+        phase = self.current_phase
         if phase is None or phase.k != 0:
             self.close()
         else:
-            os.environ[SKIP] = "1" if phase.is_skip else "0"
+            os.environ[SKIP] = "1" if phase.off_mode == "skip" else "0"
 
-    def _phase(self) -> Phase | None:
+    @property
+    def current_phase(self) -> Phase | None:
+        """The phase of the newest decode round; None if that does not count."""
         return None if self.slot is None else self.progress.plan.phases[self.slot[0]]
 
     def _mark(self) -> Any:
@@ -278,7 +287,7 @@ class CudaClock:
         return elapsed
 
 
-def _clock_of(scheduler: Any) -> HostClock | CudaClock:
+def clock_of(scheduler: Any) -> HostClock | CudaClock:
     import torch
 
     is_cuda = torch.device(scheduler.device).type == "cuda"

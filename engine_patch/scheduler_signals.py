@@ -12,8 +12,9 @@ from typing import Any
 
 from draftdial.controller.signals import RoundSignals
 
-HEALTH_CHECK_PREFIX = "HEALTH_CHECK"
-"""Opens the id of the requests by which SGLang probes itself."""
+HEALTH_CHECK_PREFIX, HEALTH_CHECK_NEW_TOKENS = "HEALTH_CHECK", 1
+"""How the id begins of the requests by which SGLang probes itself, and what they ask for. A client may choose
+such an id for a request of its own, which counts if it is longer."""
 WARM_UP_NEW_TOKENS = 8
 WARM_UP_MOST_PROMPT_TOKENS = 32
 """SGLang's own first request: "The capital city of France is", or three token ids, and eight tokens more."""
@@ -196,7 +197,11 @@ class SchedulerSignals:
             and req.sampling_params.max_new_tokens == WARM_UP_NEW_TOKENS
             and len(req.origin_input_ids) <= WARM_UP_MOST_PROMPT_TOKENS
         )
-        is_health_check = isinstance(req.rid, str) and req.rid.startswith(HEALTH_CHECK_PREFIX)
+        is_health_check = (
+            isinstance(req.rid, str)
+            and req.rid.startswith(HEALTH_CHECK_PREFIX)
+            and req.sampling_params.max_new_tokens == HEALTH_CHECK_NEW_TOKENS
+        )
         if not is_health_check:
             self._warm_up_may_come = False
         self._num_requests += 1
@@ -220,14 +225,18 @@ class SchedulerSignals:
     def _resync(self) -> None:
         """Count the queue anew: requests left it unseen. They do so only when aborted, so this is rare."""
         self.resyncs += 1
-        gone = self._waiting
+        before = self._waiting
         self._waiting, self._waiting_tokens = OrderedDict(), 0
-        for req in self._scheduler.waiting_queue:
-            gone.pop(req.rid, None)
+        queue = {req.rid: req for req in self._scheduler.waiting_queue}
+        stayed, new = [rid for rid in before if rid in queue], [rid for rid in queue if rid not in before]
+        for rid in stayed + new:  # as they came: SGLang sorts its queue, by prefix or priority
+            req = queue[rid]
             if getattr(req, "draftdial", None) is None:
                 self._track(req)
             self._join_queue(req)
-        for req in gone.values():
+        for rid, req in before.items():
+            if rid in queue:
+                continue
             self._num_probes -= req.draftdial.is_probe
             if not req.draftdial.is_probe:
                 self._gone.append(req)

@@ -20,7 +20,7 @@ def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "serve",
         help="start SGLang with a policy in its decode loop",
-        usage="draftdial serve POLICY [--mode MODE] [--strict | --warn] [--log FILE]\n"
+        usage="draftdial serve POLICY [--mode MODE] [--strict | --warn] [--log FILE] [--off-mode kv-only]\n"
         "                       [--replay-acceptance [DOMAIN=]FILE] -- ARGS",
         epilog="ARGS are those of `python -m sglang.launch_server`; docs/operations.md says what is added.",
     )

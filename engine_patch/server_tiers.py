@@ -8,6 +8,7 @@ from draftdial.controller.cost_profile import OffMode
 from draftdial.controller.errors import UserError
 from draftdial.controller.policy import Policy
 from draftdial.engine_patch.launch_checks import SKIP
+from draftdial.engine_patch.settings import OFF_MODE, is_kv_only
 
 _NO_ZERO = "k = 0 cannot run with rejection sampling"
 
@@ -61,5 +62,14 @@ class ServerTiers:
 
 
 def off_mode_of(environment: Mapping[str, str]) -> OffMode:
-    """What a round at k = 0 costs on a server with this environment, by SGLang's reading of its variable."""
-    return "skip" if environment.get(SKIP, "").lower() in ("true", "1", "yes", "y") else "warm"
+    """What a round at k = 0 does on a server with this environment, by SGLang's reading of its variable.
+
+    Raises:
+        UserError: it says both `skip` and `kv-only`.
+    """
+    skips = environment.get(SKIP, "").lower() in ("true", "1", "yes", "y")
+    if not is_kv_only(environment):
+        return "skip" if skips else "warm"
+    if skips:
+        raise UserError(f"{SKIP}: found {environment[SKIP]}, allowed with {OFF_MODE}=kv-only: unset")
+    return "kv-only"

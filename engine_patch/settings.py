@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from draftdial.controller.errors import UserError
+from draftdial.engine_patch.live_channel import MAX_PATH
 
 Mode = Literal["steer", "shadow", "off"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -26,6 +27,9 @@ LOG_MB = "DRAFTDIAL_LOG_MB"
 INACTIVE = "DRAFTDIAL_INACTIVE"
 REPLAY = "DRAFTDIAL_REPLAY_ACCEPTANCE"
 BENCHMARK = "DRAFTDIAL_BENCHMARK"
+LIVE = "DRAFTDIAL_LIVE"
+OFF_MODE = "DRAFTDIAL_OFF_MODE"
+"""`kv-only`, or unset: what SGLang itself does at k = 0, see `launch_checks.SKIP`."""
 
 SIMULATED = "SGLANG_SIMULATE_ACC_LEN"
 """SGLang's own way to make acceptance up."""
@@ -55,6 +59,10 @@ class Settings:
     """Why `draftdial serve --warn` gave up steering before the server started; shown in `/server_info`."""
     replay: tuple[tuple[str, Path], ...] = ()
     """Domains and files of recorded acceptance to accept by, which makes the answers meaningless."""
+    live: Path | None = None
+    """Socket at which an environment may come and decide k, see `lockstep`; None: none may."""
+    kv_only: bool = False
+    """Keep the draft's KV at k = 0 without running the draft, where that can be."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings | None:
@@ -82,6 +90,8 @@ class Settings:
             << 20,
             inactive=environment.get(INACTIVE, ""),
             replay=_replay(environment),
+            live=_socket(environment.get(LIVE)),
+            kv_only=is_kv_only(environment),
         )
 
 
@@ -119,10 +129,40 @@ def _replay(environment: Mapping[str, str]) -> tuple[tuple[str, Path], ...]:
     return files
 
 
+def _socket(path: str | None) -> Path | None:
+    """Where to listen for an environment."""
+    if not path:
+        return None
+    if not os.path.isabs(path) or len(path.encode()) > MAX_PATH or not os.path.isdir(os.path.dirname(path)):
+        allowed = f"an absolute path of up to {MAX_PATH} bytes, in a folder that is there"
+        raise UserError(f"{LIVE}: found {path!r}, allowed: {allowed}")
+    return Path(path)
+
+
 def _named_file(text: str) -> tuple[str, Path]:
     """The domain and the path in `DOMAIN=FILE`; a plain path is called by its stem."""
     domain, equals, path = text.partition("=")
     return (domain, Path(path)) if equals else (Path(text).stem, Path(text))
+
+
+def is_kv_only(environment: Mapping[str, str]) -> bool:
+    """Whether the off mode is `kv-only`.
+
+    Raises:
+        UserError: the variable that says so holds something else.
+    """
+    value = environment.get(OFF_MODE)
+    if value and value != "kv-only":
+        raise UserError(f"{OFF_MODE}: found {value!r}, allowed: kv-only, or unset")
+    return bool(value)
+
+
+def fits(policy_off_mode: str, server_off_mode: str) -> bool:
+    """May a policy made for one off mode run on a server with the other?
+
+    Under `kv-only` k = 0 costs no more than a policy for `warm` reckons with, and loses nothing either.
+    """
+    return policy_off_mode == server_off_mode or (policy_off_mode, server_off_mode) == ("warm", "kv-only")
 
 
 def one_of(environment: Mapping[str, str], name: str, allowed: Sequence[str]) -> str:

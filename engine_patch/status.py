@@ -9,10 +9,11 @@ from typing import Any
 
 from draftdial.controller.files import sha256_of
 from draftdial.controller.signals import RoundSignals
-from draftdial.engine_patch import acceptance_replay, round_timer
+from draftdial.engine_patch import acceptance_replay, lockstep, round_timer
 from draftdial.engine_patch import dial as dials
 from draftdial.engine_patch.control_keys import NO_FORCED_K
 from draftdial.engine_patch.dial import Dial
+from draftdial.engine_patch.kv_only import KvOnly
 from draftdial.engine_patch.prediction import Prediction
 
 MAX_TEXT = 500
@@ -52,6 +53,8 @@ def _active(dial: Dial) -> dict[str, Any]:
         "forced_k": NO_FORCED_K if dial.forced_k is None else dial.forced_k,
         "k": dial.last_k,
         "wanted_k": dial.last_wanted_k,
+        "off_mode": dial.off_mode,
+        **_kv_only(dial.kv_only),
         "tiers": ",".join(map(str, dial.tiers)),
         "decisions": counters.decisions,
         "switches": counters.switches,
@@ -70,6 +73,9 @@ def _active(dial: Dial) -> dict[str, Any]:
         "decision_hash": f"{dial.decision_hash:x}",
         "acceptance_replay": acceptance_replay.description(),
     }
+    followed = lockstep.current()
+    if followed is not None:
+        status |= followed.status()
     if dial.log is not None:
         status["log_error"] = dial.log.error
         status["log_lost"] = dial.log.num_lost
@@ -83,6 +89,16 @@ def _active(dial: Dial) -> dict[str, Any]:
     if dial.shadow is not None:
         status |= {f"shadow.{name}": value for name, value in dial.shadow.summary().items()}
     return status
+
+
+def _kv_only(kv_only: KvOnly | None) -> Status:
+    if kv_only is None:
+        return {}
+    return {
+        "kv_only_fallback": kv_only.fallback,
+        "kv_only_rounds": kv_only.num_rounds,
+        "kv_only_restarts": kv_only.restart.num_restarts,
+    }
 
 
 def _plain(value: Any) -> int | float | str:

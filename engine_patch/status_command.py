@@ -75,10 +75,12 @@ def status_lines(status: Status) -> Iterator[str]:
             "all decided alike" if status["ranks_agree"] else "NOT ALIKE: restart the server and report it"
         )
         yield _line("ranks", f"{status['ranks']}, {alike}")
+    if status.get("kv_only_fallback"):
+        yield _line("off mode", f"kv-only, but k = 0 stays warm: {status['kv_only_fallback']}")
     yield _line("fallback", status["fallback"] or "none")
     yield _line("errors", f"{status['errors']}: {status['last_error']}" if status["errors"] else "none")
     if status.get("telemetry_error"):
-        yield _line("telemetry", f"log, metrics and report have ended: {status['telemetry_error']}")
+        yield _line("telemetry", f"ended by an error: {status['telemetry_error']}")
     if status.get("log_error"):
         yield _line("log", f"stopped: {status['log_error']}")
     yield _line("deploys", f"{status['deploys']}")
@@ -119,7 +121,7 @@ def report_lines(status: Status) -> Iterator[str]:
 
 
 def _why_no_report(status: Status) -> str:
-    if status.get("telemetry_error"):
+    if "shadow: " in status.get("telemetry_error", ""):
         return f"the report has ended: {status['telemetry_error']}"
     if status["fallback"]:
         return f"no rounds: the policy failed, and its threshold rule is not judged: {status['fallback']}"

@@ -18,9 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from draftdial.controller.errors import UserError
-from draftdial.engine_patch import acceptance_replay, compat, dial, plugin, rank_agreement, round_timer
+from draftdial.engine_patch import (
+    acceptance_replay,
+    compat,
+    dial,
+    kv_only,
+    lockstep,
+    plugin,
+    rank_agreement,
+    round_timer,
+)
 from draftdial.engine_patch.decision_log import DecisionLog
 from draftdial.engine_patch.dial import Dial
+from draftdial.engine_patch.launch_checks import disaggregated
 from draftdial.engine_patch.metrics import Metrics
 from draftdial.engine_patch.rank_agreement import Vote
 from draftdial.engine_patch.round_outcomes import (
@@ -87,23 +97,30 @@ def before_run_event_loop(scheduler: Any, *args: Any, **kwargs: Any) -> None:
     Ranks steer together or not at all: one that could not read its file must not decide otherwise.
     """
     settings, bound, is_first = _settings(), dial.current(), compat.is_first_rank(scheduler)
-    reason, policy_id = dial.inactive_reason(), ""
+    reason, starting = dial.inactive_reason(), ""
     try:
         if bound is None:
             _check_hooks(settings)
             reason = reason or compat.adaptive_refusal(scheduler.server_args)
         else:
-            policy_id = bound.policy_id
+            starting = f"{bound.policy_id} {bound.off_mode}"
             _bind(bound, scheduler, settings, is_first)
     except Exception as error:
         reason = reason or _reason(error)
-    reason = rank_agreement.refusal(rank_agreement.gather(scheduler, Vote(reason, policy_id, "")))
+    reason = rank_agreement.refusal(rank_agreement.gather(scheduler, Vote(reason, starting, "")))
     if not reason and settings.replay:
         try:
             acceptance_replay.start(settings, scheduler, is_first)
         except UserError as error:
             reason = str(error)
+    if not reason and settings.live is not None and bound is not None:
+        try:
+            lockstep.start(settings.live, scheduler, bound.tiers)
+        except UserError as error:
+            reason = str(error)
     if not reason:
+        if bound is not None and bound.off_mode == "kv-only" and 0 in bound.tiers:
+            bound.kv_only = kv_only.start(scheduler)
         return
     if bound is not None:
         bound.signals = None
@@ -131,6 +148,9 @@ def around_run_batch(
     timer = round_timer.current()
     if timer is not None:
         run_batch = partial(timer.run, run_batch)
+    followed = lockstep.current()
+    if followed is not None:
+        run_batch = partial(followed.run, run_batch)
     bound = dial.current()
     if bound is None or bound.signals is None:
         return run_batch(scheduler, batch, *args, **kwargs)
@@ -159,6 +179,8 @@ def after_resolve_spec_v2_tokens(
         finished = FinishedRound.read(result, batch)
         if finished is not None:
             bound.observe(finished.round_id, finished.k, finished.accepted)
+            if (followed := lockstep.current()) is not None:
+                followed.finished(finished)
             bound.telemetry.write(write_accepts, finished)
     except Exception as error:
         bound.fail("outcome", error)
@@ -199,6 +221,9 @@ def _settings() -> Settings:
 
 def _bind(bound: Dial, scheduler: Any, settings: Settings, is_first_rank: bool) -> None:
     """Check that the dial is live and give it what it decides by; UserError if it is not."""
+    disaggregation = disaggregated(scheduler.disaggregation_mode.value)
+    if disaggregation is not None:
+        raise UserError(disaggregation)
     worker = scheduler.model_worker
     if worker.adaptive_controller is not _controller or _controller.params is not bound:
         raise UserError("something else has taken the place of the policy in the adaptive controller")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any
 
 from draftdial.controller.signals import RoundOutcome, RoundSignals
 from draftdial.engine_patch.decision_log import DecisionLog
@@ -20,28 +19,12 @@ logger = logging.getLogger(__name__)
 METRICS_ROUNDS = 40
 """Decided rounds between two updates of the Prometheus series: SGLang's own default interval."""
 
-_P = ParamSpec("_P")
-
-
-def _harmless(
-    method: Callable[Concatenate[Telemetry, _P], None],
-) -> Callable[Concatenate[Telemetry, _P], None]:
-    """An error of `method` ends the telemetry for good and goes no further."""
-
-    @functools.wraps(method)
-    def guarded(self: Telemetry, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
-        try:
-            method(self, *args, **kwargs)
-        except Exception as error:
-            self.log = self.metrics = self.shadow = None
-            self.error = f"telemetry: {type(error).__name__}: {error}"
-            logger.error("draftdial: the log, metrics and report end here: %s", self.error)
-
-    return guarded
-
 
 class Telemetry:
-    """Log and series exist on the first rank alone, so nothing that happens here may reach a decision."""
+    """Log and series exist on the first rank alone, so nothing that happens here may reach a decision.
+
+    An error of one part ends that part for good and goes no further.
+    """
 
     def __init__(self) -> None:
         self.log: DecisionLog | None = None
@@ -50,7 +33,11 @@ class Telemetry:
         self.error = ""
         self._flushed = 0
 
-    @_harmless
+    @property
+    def has_failed(self) -> bool:
+        """Has a part ended by an error?"""
+        return bool(self.error) or (self.log is not None and bool(self.log.error))
+
     def decided(
         self, signals: RoundSignals, asked_k: int, wanted_k: int, acted_k: int, mode_code: int
     ) -> None:
@@ -59,41 +46,46 @@ class Telemetry:
         The report judges the policy, so it leaves such rounds out.
         """
         if self.log is not None:
-            self.log.round(signals, asked_k, acted_k, mode_code)
+            self._try("log", self.log.round, signals, asked_k, acted_k, mode_code)
         if self.shadow is not None and asked_k >= 0:
-            self.shadow.decided(signals, wanted_k, acted_k)
+            self._try("shadow", self.shadow.decided, signals, wanted_k, acted_k)
 
-    @_harmless
     def observed(self, outcome: RoundOutcome) -> None:
         """A round has finished."""
         if self.log is not None:
-            self.log.outcome(outcome)
+            self._try("log", self.log.outcome, outcome)
         if self.shadow is not None:
-            self.shadow.observe(outcome)
+            self._try("shadow", self.shadow.observe, outcome)
 
-    @_harmless
     def settled(self, dial: Dial) -> None:
         """A result has been processed: time for what may take longer."""
         if self.log is not None:
-            self.log.flush_if_due()
+            self._try("log", self.log.flush_if_due)
         if dial.counters.decisions - self._flushed >= METRICS_ROUNDS:
             self.flush(dial)
 
-    @_harmless
     def flush(self, dial: Dial) -> None:
         """Bring the series up to date at once."""
         self._flushed = dial.counters.decisions
         if self.metrics is not None:
-            self.metrics.flush(dial)
+            self._try("metrics", self.metrics.flush, dial)
 
-    @_harmless
     def event(self, kind: str, data: dict[str, Any]) -> None:
         """Something that is no round: see `DecisionLog.control`."""
         if self.log is not None:
-            self.log.control(kind, data)
+            self._try("log", self.log.control, kind, data)
 
-    @_harmless
     def write(self, writer: Callable[..., None], *args: Any) -> None:
         """Let `writer(log, *args)` write to the log, where there is one."""
         if self.log is not None:
-            writer(self.log, *args)
+            self._try("log", writer, self.log, *args)
+
+    def _try(self, part: str, call: Callable[..., None], *args: Any) -> None:
+        """Let `part`, the name of an attribute, do something."""
+        try:
+            call(*args)
+        except Exception as error:
+            setattr(self, part, None)
+            ended = f"{part}: {type(error).__name__}: {error}"
+            self.error = f"{self.error}; {ended}" if self.error else ended
+            logger.error("draftdial: part of the telemetry ends here: %s", ended)

@@ -90,6 +90,24 @@ def round_time_s(table, tier, num_rows, mean_context):
 
 
 @compiled
+def runs_as(server, tier):
+    """The tier that the coming round runs where `tier` is decided; see engine_patch/kv_only.py."""
+    if tier > 0:
+        return 0 if server.is_cold else tier
+    return server.owed_tier
+
+
+@compiled
+def next_round_s(sim, s, tier, num_rows):
+    """Seconds of the coming round where `tier` is decided, a switch not counted."""
+    server = sim.servers[s]
+    is_restart = tier > 0 and server.is_cold
+    row = server.warm_profile if is_restart else server.profile
+    context = np.float64(server.mean_context_tokens)
+    return round_time_s(sim.round_table[row], runs_as(server, tier), num_rows, context)
+
+
+@compiled
 def prefill_time_s(knots, times, tokens):
     """Seconds of one prefill batch; the same rule as CostProfile.prefill_s."""
     j = 0
@@ -392,12 +410,14 @@ def run_round(sim, tier_of_server):
         if server.done:
             server.outcome_round = -1
             continue
-        tier = tier_of_server[s]
+        decided = tier_of_server[s]
+        tier = runs_as(server, decided)
         k = sim.tiers[tier]
         counted = server.window_open
-        seconds = round_time_s(
-            sim.round_table[server.profile], tier, server.num_running, np.float64(server.mean_context_tokens)
-        )
+        seconds = next_round_s(sim, s, decided, server.num_running)
+        is_restart = decided > 0 and server.is_cold
+        server.owed_tier = decided if is_restart else 0
+        server.is_cold = server.off_restarts and tier == 0 and not is_restart
         if server.last_tier >= 0 and tier != server.last_tier:
             seconds += server.switch_s
             server.window_switches += counted
@@ -529,13 +549,22 @@ def expected(sim, in_worth, by_depth, into):
                 total += by_depth[d]
                 d += 1
             into[s, t] = total
+        _as_run(sim.servers[s], into[s])
+
+
+@compiled
+def _as_run(server, by_tier):
+    """Where deciding a tier means running another one, let it have what that one has."""
+    if server.is_cold:
+        by_tier[1:] = by_tier[0]
+    by_tier[0] = by_tier[server.owed_tier]
 
 
 @compiled
 def expected_worth_at(sim, tier_of_server, by_depth, into):
     """Fill `into` (S,): as `expected` in worth, at one tier of each server."""
     for s in range(sim.servers.shape[0]):
-        k = sim.tiers[tier_of_server[s]]
+        k = sim.tiers[runs_as(sim.servers[s], tier_of_server[s])]
         _add_survivals(sim, s, k + 1, by_depth, True)
         total = 0.0
         for d in range(k + 1):
@@ -557,6 +586,7 @@ def realised_tokens(sim, into):
                 n = _survivors(server, slot, sim.requests[s, slot.request].request_hash, n)
             for t in range(sim.tiers.shape[0]):
                 into[s, t] += min(n + 1, sim.tiers[t] + 1, np.int64(slot.remaining))
+        _as_run(server, into[s])
 
 
 @compiled
@@ -566,6 +596,4 @@ def round_times(sim, into):
         server = sim.servers[s]
         rows = max(1, server.num_running)
         for t in range(sim.tiers.shape[0]):
-            into[s, t] = round_time_s(
-                sim.round_table[server.profile], t, rows, np.float64(server.mean_context_tokens)
-            )
+            into[s, t] = next_round_s(sim, s, t, rows)

@@ -40,6 +40,8 @@ class LoggedTraffic:
     name: str
     arrival_s: FloatArray
     """From 0 at the first request."""
+    finish_s: FloatArray
+    """When it was over on the server, on the same clock."""
     prompt_tokens: Int32Array
     output_tokens: Int32Array
     right: tuple[NDArray[np.int8], ...]
@@ -64,6 +66,7 @@ class LoggedTraffic:
         return cls(
             name=Path(path).stem,
             arrival_s=requests["arrival_s"] - requests["arrival_s"][0],
+            finish_s=requests["finish_s"] - requests["arrival_s"][0],
             prompt_tokens=np.maximum(requests["prompt_tokens"], 1).astype(np.int32),
             output_tokens=requests["output_tokens"].astype(np.int32),
             right=tuple(known_right(log.accepts, requests["request_id"], requests["output_tokens"])),
@@ -131,20 +134,31 @@ class LoggedWorkload:
 
     def requests(self, seed: int) -> RequestList:
         """The list of `seed`; it is a function of the seed and the log alone."""
-        traffic = self.traffic
-        first = stream(seed, Stream.ARRIVALS).integers(traffic.num_requests)
-        laps, rows = np.divmod(first + np.arange(self.num_requests), traffic.num_requests)
-        arrival_s = traffic.arrival_s[rows] + laps * traffic.period_s
-        return RequestList(
-            mode="open",
-            arrival_s=arrival_s - arrival_s[0],
-            concurrency=np.zeros(self.num_requests, np.int32),
-            prompt_tokens=traffic.prompt_tokens[rows],
-            output_tokens=traffic.output_tokens[rows],
-            domain=self.domains.draw(stream(seed, Stream.DOMAINS), self.num_requests),
-            request_hash=hashes_for(rows, traffic.num_requests, draw_hashes(seed, self.num_requests)),
-            warmup=int(WARMUP_SHARE * self.num_requests),
-        ).check()
+        first = int(stream(seed, Stream.ARRIVALS).integers(self.traffic.num_requests))
+        domain = self.domains.draw(stream(seed, Stream.DOMAINS), self.num_requests)
+        return _window(self.traffic, first, domain, seed)
+
+
+def logged_requests(traffic: LoggedTraffic) -> RequestList:
+    """All recorded requests once, from the first to the last, each with the acceptance it had."""
+    return _window(traffic, 0, np.zeros(traffic.num_requests, np.int32), seed=0)
+
+
+def _window(traffic: LoggedTraffic, first: int, domain: Int32Array, seed: int) -> RequestList:
+    """`len(domain)` requests from the one numbered `first` on."""
+    num_requests = len(domain)
+    laps, rows = np.divmod(first + np.arange(num_requests), traffic.num_requests)
+    arrival_s = traffic.arrival_s[rows] + laps * traffic.period_s
+    return RequestList(
+        mode="open",
+        arrival_s=arrival_s - arrival_s[0],
+        concurrency=np.zeros(num_requests, np.int32),
+        prompt_tokens=traffic.prompt_tokens[rows],
+        output_tokens=traffic.output_tokens[rows],
+        domain=domain,
+        request_hash=hashes_for(rows, traffic.num_requests, draw_hashes(seed, num_requests)),
+        warmup=int(WARMUP_SHARE * num_requests),
+    ).check()
 
 
 def known_right(accepts: Records, request_ids: IntArray, output_tokens: IntArray) -> list[NDArray[np.int8]]:
@@ -217,10 +231,12 @@ def _finished(log: RecordedLog) -> Records:
     arrived = of_kind["arrived"]
     ended = np.concatenate([of_kind["finished"], of_kind["aborted"]])
     _, first, second = np.intersect1d(arrived["request_id"], ended["request_id"], return_indices=True)
-    kinds = [("request_id", "<i8"), ("arrival_s", "<f8"), ("prompt_tokens", "<i8"), ("output_tokens", "<i8")]
+    times = [("arrival_s", "<f8"), ("finish_s", "<f8")]
+    kinds = [("request_id", "<i8"), *times, ("prompt_tokens", "<i8"), ("output_tokens", "<i8")]
     requests = np.zeros(len(first), kinds)
     requests["request_id"] = arrived["request_id"][first]
     requests["arrival_s"] = arrived["time_s"][first]
+    requests["finish_s"] = ended["time_s"][second]
     requests["prompt_tokens"] = arrived["prompt_tokens"][first]
     requests["output_tokens"] = ended["output_tokens"][second]
     requests = requests[requests["output_tokens"] >= 1]

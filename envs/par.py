@@ -108,9 +108,8 @@ class Par:
             walked_s += engine.expected_worth_at_s(tier)
             engine.run_round(k)
             served_s += engine.servers["step_decode_s"] + prefill_overhead_s(engine, self.prefill_token_s)
-        sums = np.zeros((2, len(self._levels), num_tiers))
-        np.add.at(sums, (slice(None), np.array(level), tier), np.stack([served_s, walked_s]))
-        return np.asarray(sums[0] / sums[1])
+        cell = np.array(level) * num_tiers + tier
+        return (np.bincount(cell, served_s) / np.bincount(cell, walked_s)).reshape(-1, num_tiers)
 
 
 def prefill_overhead_s(engine: SimulatedEngine, token_s: FloatArray | float) -> FloatArray:

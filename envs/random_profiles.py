@@ -24,6 +24,6 @@ def random_profile(base: CostProfile, rng: np.random.Generator) -> CostProfile:
     log_factor = speed + crowding * load[None, :] + rng.normal(0.0, 0.02, (rows, len(load)))
     log_factor += is_speculative[:, None] * (drafting + verifying * load[None, :]) * (0.3 + 0.7 * k[:, None])
     factor = np.exp(log_factor)
-    off = factor[1:3].max(axis=0)
+    off = factor[[row.startswith("off-") for row in base.rows]].max(axis=0)
     factor[is_speculative] = np.maximum(factor[is_speculative], 0.98 * off)
     return base.scaled(f"{base.name}-random", factor, float(np.exp(rng.normal(speed, 0.2))))

@@ -23,7 +23,8 @@ class ServerOptions:
     """How the simulated servers behave beyond their cost profile."""
 
     off_mode: OffMode = "warm"
-    """What k = 0 does: keep the draft's KV, leave a gap in it, or `nospec`: no draft model at all."""
+    """What k = 0 does: keep the draft's KV (`warm`, or `kv-only`, where one warm round comes before a round
+    at k > 0), leave a gap in it, or `nospec`: no draft model at all."""
     lag: int = 2
     """Decisions until the outcome of a round is visible: 2 under overlap scheduling, 1 without."""
     gap_floor: float = 0.3
@@ -227,15 +228,18 @@ class SimulatedEngine:
         off_modes = sorted({o.off_mode for o in self.options})
         assert "nospec" not in off_modes or len(off_modes) == 1, "nospec servers need an engine of their own"
         unique = {id(p): p for p in self.profiles}
-        tables = [(p, mode) for p in unique.values() for mode in off_modes]
+        priced = sorted({*off_modes, "warm"}) if "kv-only" in off_modes else off_modes
+        tables = [(p, mode) for p in unique.values() for mode in priced]
         table_of = {(id(p), mode): i for i, (p, mode) in enumerate(tables)}
         prefill_knots = [p.prefill_knots(mode) for p, mode in tables]
         servers = np.zeros(num_servers, SERVER)
         for s, (p, o) in enumerate(zip(self.profiles, self.options, strict=True)):
             constants = {
                 "off_is_stale": o.off_mode == "skip",
+                "off_restarts": o.off_mode == "kv-only",
                 "lag": o.lag,
                 "profile": table_of[id(p), o.off_mode],
+                "warm_profile": table_of[id(p), "warm" if o.off_mode == "kv-only" else o.off_mode],
                 "max_running": min(o.max_running or p.max_running, p.max_running),
                 "kv_pool_tokens": o.kv_pool_tokens or p.kv_pool_tokens,
                 "chunk_tokens": p.chunked_prefill_tokens,

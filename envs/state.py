@@ -13,8 +13,10 @@ SERVER = np.dtype(
         # What no policy can change.
         ("closed", np.bool_),
         ("off_is_stale", np.bool_),  # off rounds leave a gap in the draft's KV
+        ("off_restarts", np.bool_),  # off mode kv-only: a warm off round comes before speculation
         ("lag", np.int64),
         ("profile", np.int64),  # row of the cost tables
+        ("warm_profile", np.int64),  # the one of such a warm off round
         ("num_requests", np.int64),
         ("warmup", np.int64),  # statistics use requests [warmup, num_requests - warmup)
         ("max_running", np.int64),
@@ -31,6 +33,8 @@ SERVER = np.dtype(
         ("batch_start_s", np.float64),  # arrivals after it missed the batch being formed
         ("round_id", np.int64),
         ("last_tier", np.int64),
+        ("is_cold", np.bool_),  # the last round was off and no warm one
+        ("owed_tier", np.int64),  # what the last round was to run, had it not been a restart
         ("done", np.bool_),
         ("failed", np.bool_),  # a request that cannot fit in the KV pool
         ("num_active", np.int64),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 
@@ -24,6 +25,12 @@ from draftdial.engine_patch.dial import Dial
 from draftdial.envs.acceptance import MAX_K, AcceptanceBank
 from draftdial.envs.simulated_engine import SimulatedEngine
 from draftdial.envs.workload import RequestList
+
+# How long an example takes says nothing of whether it is right.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 COVERED = (
     "captured_batches",

@@ -261,7 +261,7 @@ def test_two_ranks_swap_together_or_not_at_all(
     (tmp_path / "second").write_bytes(second.data)
     ranks = [subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path)]) for rank in range(2)]
     try:
-        assert [rank.wait(60) for rank in ranks] == [0, 0]
+        assert [rank.wait(300) for rank in ranks] == [0, 0]
     finally:
         for rank in ranks:
             rank.kill()

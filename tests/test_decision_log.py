@@ -19,6 +19,7 @@ from draftdial.controller.errors import UserError
 from draftdial.controller.files import sha256_of
 from draftdial.controller.policy_file import PolicyFile, load_policy
 from draftdial.controller.signals import RoundOutcome, RoundSignals
+from draftdial.engine_patch import decision_log
 from draftdial.engine_patch.decision_log import CAPACITY, MIN_BYTES, DecisionLog, obstacle
 from draftdial.engine_patch.log_format import CONTROL, FRAME, REQUEST_KINDS, record_types
 from draftdial.engine_patch.log_reader import read_log
@@ -249,7 +250,8 @@ def test_a_killed_server_loses_what_was_not_flushed_and_no_more(path: Path) -> N
     assert read_log(path).rounds["round_id"].tolist() == list(range(100))
 
 
-def test_an_idle_server_has_written_everything(path: Path) -> None:
+def test_an_idle_server_has_written_everything(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decision_log, "FLUSH_INTERVAL_S", 1e9)  # never because time has passed
     log = DecisionLog.open(path, MIN_BYTES, HEADER)
     for request in (1, 2):
         log.request("arrived", request, 1.0, 10, 0)

@@ -188,12 +188,14 @@ def test_a_failure_to_read_the_scheduler_leads_to_the_fallback_too(start: Start)
 
 
 def test_rounds_of_health_checks_alone_keep_k_and_count_for_nothing(start: Start) -> None:
-    dial, scheduler = start(0)
+    dial, scheduler = start(0, lag=2)  # else the check is over with its prefill
     scheduler.decode()
+    scheduler.settle()
     scheduler.running_batch.reqs = []
-    scheduler.prefill(scheduler.queue("HEALTH_CHECK_7", num_output=2))
+    scheduler.prefill(scheduler.queue("HEALTH_CHECK_7", num_output=1))
     dial._worker.speculative_num_steps = 0
     assert scheduler.decode() == 0
+    scheduler.settle()
     assert (dial.counters.decisions, dial.counters.observed) == (1, 1)
 
 
@@ -294,10 +296,43 @@ def test_a_server_decides_as_the_same_policy_does_offline(
     assert replayed.logged_k.tolist() == replayed.offline_k.tolist()
 
 
-def test_a_failing_log_changes_no_decision(start: Start) -> None:
+class Counting:
+    """A part of the telemetry to which much is told."""
+
+    error = ""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def count(*args: Any) -> None:
+            self.num_calls += 1
+
+        return count
+
+
+class Broken:
+    """Whatever is asked of it fails."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def fail(*args: Any) -> None:
+            raise RuntimeError(f"no {name}")
+
+        return fail
+
+
+@pytest.mark.parametrize(
+    ("part", "said"), [("log", "no round"), ("shadow", "no decided"), ("metrics", "no flush")]
+)
+def test_a_failing_part_of_the_telemetry_changes_nothing_else(start: Start, part: str, said: str) -> None:
     dial, scheduler = start(3, 1, 3)
-    dial.telemetry.log = SimpleNamespace()  # type: ignore[assignment]
+    parts = {name: Counting() for name in ("log", "shadow", "metrics")}
+    for name, counting in parts.items():
+        setattr(dial.telemetry, name, Broken() if name == part else counting)
     assert [scheduler.decode() for _ in range(3)] == [3, 1, 3]
-    assert dial.telemetry.error.startswith("telemetry: AttributeError") and dial.log is None
+    dial.telemetry.flush(dial)
+    assert dial.telemetry.error == f"{part}: RuntimeError: {said}" and dial.telemetry.has_failed
+    assert getattr(dial.telemetry, part) is None
+    assert all(counting.num_calls > 0 for name, counting in parts.items() if name != part)
     assert (dial.fallback, dial.counters.observed) == (None, 3)
     assert len(dial.policy.observed) == 3  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from draftdial.controller.policy_file import PolicyFile
+from draftdial.engine_patch.decision_log import MIN_BYTES, DecisionLog
 from draftdial.engine_patch.dial import Dial
 from draftdial.engine_patch.metrics import COUNTERS, COUNTERS_BY_K, GAUGES, Metrics
 from draftdial.engine_patch.telemetry import METRICS_ROUNDS
@@ -101,6 +102,21 @@ def test_the_series_go_on_without_outcomes(
     dial.counters.rounds_at_k[3] = dial.counters.decisions = METRICS_ROUNDS
     dial.settled()
     assert scrape(registry)["decisions_total 3"] == f"{METRICS_ROUNDS}.0"
+
+
+def test_a_decision_log_that_ended_shows(
+    registry: object,
+    make_dial: Callable[..., Dial],
+    make_policy_file: Callable[..., PolicyFile],
+    tmp_path: Path,
+) -> None:
+    dial = make_dial(make_policy_file(1))
+    dial.telemetry.log = DecisionLog.open(tmp_path / "log", MIN_BYTES, {"tiers": [0, 1, 3]})
+    dial.telemetry.metrics = Metrics.create(scheduler(True), dial)
+    assert scrape(registry)["telemetry_error"] == "0.0"
+    dial.telemetry.log.error = "No space left on device"
+    dial.telemetry.flush(dial)
+    assert scrape(registry)["telemetry_error"] == "1.0"
 
 
 def test_a_learned_policy_shows_its_belief(

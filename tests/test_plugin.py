@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from draftdial.controller.errors import UserError
 from draftdial.controller.policy_file import PolicyFile
 from draftdial.engine_patch import compat, dial, plugin, rank_agreement, steering
 from draftdial.engine_patch.dial import Dial
@@ -118,6 +119,51 @@ def test_a_lenient_start_says_why_it_does_not_steer(
     assert dial.inactive_reason().endswith(
         "tiers: found [0, 1, 3], allowed: some of [0, 1], those that this server has built"
     )
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_policy_set_by_hand_does_not_steer_a_disaggregated_server(
+    role: str,
+    monkeypatch: pytest.MonkeyPatch,
+    make_dial: Callable[..., Dial],
+    make_policy_file: Callable[..., PolicyFile],
+) -> None:
+    made = make_dial(make_policy_file(1))
+    controller = SimpleNamespace(params=made)
+    monkeypatch.setattr(steering, "_controller", controller)
+    monkeypatch.setattr(steering, "_settings", lambda: Settings(Path("/p"), strict=False))
+    monkeypatch.setattr(compat, "is_first_rank", lambda scheduler: True)
+    monkeypatch.setattr(rank_agreement, "gather", lambda scheduler, vote: [vote])
+    monkeypatch.setattr(dial, "_current", made)
+    monkeypatch.setattr(dial, "_inactive_reason", "")
+    steering.before_run_event_loop(SimpleNamespace(disaggregation_mode=SimpleNamespace(value=role)))
+    assert dial.current() is None and controller.params is made.inner
+    assert dial.inactive_reason() == (
+        f"--disaggregation-mode {role}: prefill/decode disaggregation is not supported"
+    )
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_data_parallel_replicas_write_logs_of_their_own(
+    is_nested: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    make_dial: Callable[..., Dial],
+    make_policy_file: Callable[..., PolicyFile],
+) -> None:
+    monkeypatch.setattr(compat, "release", lambda: "0.5.23")
+    settings, made, logs = Settings(Path("/p"), log=tmp_path / "log"), make_dial(make_policy_file(1)), []
+    for rank in (0, 1, 2):
+        where = SimpleNamespace(dp_rank=rank)
+        scheduler = SimpleNamespace(ps=where) if is_nested else where  # by release
+        scheduler.max_running_requests = 16
+        logs.append(steering._open_log(settings, made, scheduler))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "log.replica1", "log.replica2"]
+    with pytest.raises(UserError, match=r"log\.replica2: another server writes it: name another file"):
+        steering._open_log(settings, made, scheduler)
+    for log in logs:
+        assert log is not None
+        log.close()
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ from draftdial.controller.files import sha256_of
 from draftdial.controller.golden import NUM_SERVERS, replay_policy
 from draftdial.controller.greedy import GoodputGreedy
 from draftdial.controller.learned import LearnedPolicy, Network
-from draftdial.controller.off_probe import FIRST_WAIT_ROUNDS
 from draftdial.controller.policy_card import Card, Training, canonical, plain
 from draftdial.controller.policy_export import learned_file, rule_file
 from draftdial.controller.policy_file import (
@@ -37,6 +36,7 @@ from draftdial.controller.policy_file import (
     write,
 )
 from draftdial.controller.policy_weights import SelectedNetwork
+from draftdial.controller.probe import FIRST_WAIT_ROUNDS
 from draftdial.controller.rule_cards import Rule, rule_from_card
 from draftdial.controller.rules import FixedK, Threshold
 from draftdial.controller.sglang_rule import SglangRule
@@ -382,6 +382,10 @@ def with_nan(array: Any) -> Any:
             'dtype: found "float64", allowed: float32',
         ),
         (replace("logits.bias", lambda bias: bias[:-1]), "logits.bias: shape: found [5], allowed: [6]"),
+        (
+            replace("hidden.0.bias", lambda bias: np.resize(bias, 513)),
+            "hidden.0.bias: shape: found [513], allowed: [up to 512]: with more hidden units",
+        ),
         (replace("logits.bias", lambda bias: bias[None]), "logits.bias: shape: found [1, 6], allowed: 1 dim"),
         (
             replace("logits.weight", lambda weight: weight[:, :20]),

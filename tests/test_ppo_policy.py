@@ -14,6 +14,7 @@ from draftdial.controller.cost_profile import CostProfile
 from draftdial.controller.features import HALF_LIVES_SAMPLES, Features
 from draftdial.controller.learned import LearnedPolicy
 from draftdial.controller.ppo import AdvicePolicy, SemiMarkovRolloutBuffer, network_of
+from draftdial.controller.probe import FIRST_WAIT_ROUNDS
 from draftdial.envs.episodes import Episodes
 from draftdial.envs.fitted_acceptance import FittedAcceptance
 from draftdial.envs.scenario import Scenario
@@ -78,7 +79,7 @@ def test_in_a_server_it_starts_with_the_tier_of_the_highest_predicted_speed_up()
     policy = LearnedPolicy(Features(PROFILE, "warm"), network_of(make_policy()))
     policy.reset(8)
     chosen = set()
-    for _ in range(64):
+    for _ in range(FIRST_WAIT_ROUNDS):  # after that, probes come between
         k = policy.decide(episodes.engine.signals())
         predicted = np.tensordot(SHARES, policy.features.speedup, axes=(0, 0))
         tier = np.searchsorted(PROFILE.tiers, k)

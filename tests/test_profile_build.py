@@ -63,7 +63,7 @@ def test_a_round_that_the_host_sets_is_told_on_a_gpu_alone(launch_ms: float, idl
 
 
 def test_repeats_of_a_kind_are_one_timing() -> None:
-    phases = [Phase(0, 17), Phase(0, 17, True), Phase(0, 17)]
+    phases = [Phase(0, 17), Phase(0, 17, "skip"), Phase(0, 17)]
     found = timings(phases, rows(5.0) + rows(4.0, phase=1) + rows(7.0, phase=2), is_gpu=False)
     assert set(found) == {"off-warm", "off-skip"} and found["off-warm"]["rounds"] == 18
 
@@ -96,15 +96,17 @@ def test_prefills_count_behind_a_decode_round_and_at_their_size() -> None:
 
 def round_ms(row: str, batch: int, context: float) -> float:
     """A world in which the profile's lookup is exact at captured batches."""
-    base = {"nospec": 4.0, "off-skip": 5.0, "off-warm": 6.0}.get(row) or 6.0 + 2 * int(row[2:])
+    base = {"nospec": 4.0, "off-skip": 5.0, "off-kv-only": 5.1, "off-warm": 6.0}.get(row)
+    base = base or 6.0 + 2 * int(row[2:])
     return base + 0.5 * batch + 0.001 * batch * context
 
 
 class World:
     """Stands in for a `MeasuredServer` whose rounds take `round_ms`."""
 
-    def __init__(self, side: str = "speculative", failures: int = 0) -> None:
+    def __init__(self, side: str = "speculative", failures: int = 0, has_kv_only: bool = False) -> None:
         self.side = side
+        self.has_kv_only = has_kv_only
         self.facts = FACTS
         self.tiers = (0, 1, 3) if side == "speculative" else ()
         self.is_gpu = True
@@ -141,8 +143,8 @@ class World:
             during()
         found: list[list[float]] = []
         for index, phase in enumerate(phases):
-            row = "nospec" if phase.k is None else f"k={phase.k}" if phase.k else "off-warm"
-            row = "off-skip" if phase.is_skip else row
+            row = f"off-{phase.off_mode}" if phase.k == 0 else f"k={phase.k}"
+            row = "nospec" if phase.k is None else row
             for place in range(min(phase.num_rounds, 50)):
                 time = round_ms(row, batch, context + place)
                 launch = 99.0 if self.host_bound_attempts and phase.k == 3 else 1.0
@@ -160,16 +162,18 @@ def swept(tmp_path: Path, world: World, *others: World) -> Measurements:
     return measurements
 
 
+OFF_COLUMNS = {"nospec": "nospec", "warm": "off-warm", "skip": "off-skip", "kv-only": "off-kv-only"}
+
+
 def built(measurements: Measurements) -> ProfileBuilder:
     versions, command = {"draftdial": "0"}, "draftdial profile"
     return ProfileBuilder(measurements, "tiny", (0, 1, 3), World().arguments, command, versions)
 
 
 def test_the_profile_gives_the_measured_times_back(tmp_path: Path) -> None:
-    profile = CostProfile.from_document(
-        built(swept(tmp_path, World(), World("nospec"))).document(), "the test"
-    )
-    for mode, column in (("nospec", "nospec"), ("warm", "off-warm"), ("skip", "off-skip")):
+    worlds = World(has_kv_only=True), World("nospec")
+    profile = CostProfile.from_document(built(swept(tmp_path, *worlds)).document(), "the test")
+    for mode, column in OFF_COLUMNS.items():
         for batch in (1, 4, 8):
             expected = [round_ms(row, batch, 250) for row in (column, "k=1", "k=3")]
             assert 1e3 * profile.round_s(batch, 250, mode) == pytest.approx(expected, rel=1e-3)  # type: ignore[arg-type]

@@ -36,7 +36,7 @@ from draftdial.engine_patch.status import status_of
 from draftdial.engine_patch.status_command import status_lines
 
 phases = st.builds(Phase, st.none() | st.integers(0, 99), st.integers(1, 500)) | st.builds(
-    Phase, st.just(0), st.integers(1, 500), st.just(True)
+    Phase, st.just(0), st.integers(1, 500), st.sampled_from(["warm", "skip", "kv-only"])
 )
 
 
@@ -46,7 +46,7 @@ def test_a_plan_survives_its_key(number: int, batch: int, some: list[Phase]) -> 
     assert MeasurementPlan.from_key(plan.key()) == plan
 
 
-@pytest.mark.parametrize("text", ["3", "3sx4", "x4", "3x", "3x4;", "-1x4", "3x4,x", "3x0"])
+@pytest.mark.parametrize("text", ["3", "3sx4", "x4", "3x", "3x4;", "-1x4", "3x4,x", "3x0", "3kx4"])
 def test_a_wrong_phase_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="measurement"):
         MeasurementPlan.from_key(f"{MEASURE_KEY}:1:4:{text}")
@@ -185,7 +185,7 @@ def test_prefills_are_timed_with_what_came_before() -> None:
 
 def test_the_skip_variable_is_set_for_its_rounds_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SKIP, "yes")
-    measured = server(Phase(0, 1, is_skip=True), Phase(0, 1), Phase(3, 1))
+    measured = server(Phase(0, 1, "skip"), Phase(0, 1), Phase(3, 1))
     for _ in range(4):
         measured.decode(2, 1.0)
     assert measured.skips == ["1", "0", "yes", "yes"]

@@ -105,6 +105,23 @@ def test_an_aborted_request_leaves_the_queue_unseen() -> None:
     assert scheduler.signals.resyncs == 1 and scheduler.over == [aborted]
 
 
+def test_the_oldest_stays_the_oldest_when_a_sorted_queue_is_counted_anew() -> None:
+    scheduler = SchedulerDouble()
+    scheduler.prefill(scheduler.queue("a"))
+    scheduler.queue("b")
+    scheduler.decode()
+    scheduler.decode()
+    aborted = scheduler.queue("c")
+    scheduler.decode()
+    scheduler.waiting_queue.reverse()  # by prefix or by priority, the newest first
+    scheduler.waiting_queue.remove(aborted)
+    scheduler.waiting_queue.insert(0, scheduler.queue("d"))
+    del scheduler.waiting_queue[-1]  # where it had come in
+    scheduler.decode()
+    assert scheduler.signals.resyncs == 1 and scheduler.over == [aborted]
+    assert (row(scheduler)["num_waiting"], row(scheduler)["oldest_wait_rounds"]) == (2, 3)
+
+
 def test_a_finished_request_still_in_the_batch_is_not_counted_twice() -> None:
     scheduler = SchedulerDouble(lag=2)
     scheduler.prefill(scheduler.queue("a", 10, num_output=2), scheduler.queue("b", 10))
@@ -141,12 +158,20 @@ def test_running_totals_equal_a_count_from_nothing(lag: int) -> None:
 
 
 def test_health_checks_make_no_round_of_their_own() -> None:
-    scheduler = SchedulerDouble()
-    scheduler.prefill(scheduler.queue("HEALTH_CHECK_1", num_output=3))
+    scheduler = SchedulerDouble(lag=2)  # else the check is over with its prefill
+    scheduler.prefill(scheduler.queue("HEALTH_CHECK_1", num_output=1))
     assert scheduler.signals.is_probe_round(1)
     scheduler.prefill(scheduler.queue("a"))
     scheduler.decode()
     assert not scheduler.signals.is_probe_round(2)
+    assert row(scheduler)["num_admitted"] == 1
+
+
+def test_a_client_may_call_a_request_what_health_checks_are_called() -> None:
+    scheduler = SchedulerDouble()
+    scheduler.prefill(scheduler.queue("HEALTH_CHECK_mine", num_output=3))
+    assert not scheduler.signals.is_probe_round(1)
+    scheduler.decode()
     assert row(scheduler)["num_admitted"] == 1
 
 
@@ -166,6 +191,6 @@ def test_the_warm_up_is_the_first_request_of_a_server(
     scheduler = SchedulerDouble()
     scheduler.signals = SchedulerSignals(scheduler, has_warm_up=True)
     if earlier is not None:
-        scheduler.queue(earlier)
+        scheduler.queue(earlier, num_output=1)
     request = scheduler.queue("w", num_prompt, num_output)
     assert request.draftdial.is_probe == is_warm_up  # type: ignore[attr-defined]

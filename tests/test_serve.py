@@ -124,8 +124,9 @@ def prepare(
     log: Path | None = None,
     environment: dict[str, str] | None = None,
     sglang: Installation | None = None,
+    kv_only: bool = False,
 ) -> Launch:
-    request = Request(policy, mode, strict, log, arguments)
+    request = Request(policy, mode, strict, log, arguments, kv_only)
     return examine(request, environment or {}, sglang or Installation())
 
 
@@ -237,6 +238,22 @@ def test_the_off_mode_of_the_policy_is_set(
 ) -> None:
     launch = prepare(make_policy(off_mode=off_mode), *EAGLE)
     assert launch.variables.get("SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND") == value
+
+
+def test_kv_only_can_be_asked_for_where_the_policy_reckons_with_warm(
+    make_policy: Callable[..., Path],
+) -> None:
+    assert "DRAFTDIAL_OFF_MODE" not in prepare(make_policy(), *EAGLE).variables
+    launch = prepare(make_policy(), *EAGLE, kv_only=True)
+    assert (problems(launch), launch.variables["DRAFTDIAL_OFF_MODE"]) == ([], "kv-only")
+    assert problems(prepare(make_policy(off_mode="skip"), *EAGLE, kv_only=True)) == [
+        "off mode: kv-only, but the policy was made for skip"
+    ]
+    environment = {"SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND": "1"}
+    assert problems(prepare(make_policy(), *EAGLE, kv_only=True, environment=environment)) == [
+        "off mode: SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND=1, but asked for is off mode kv-only: "
+        "unset the variable"
+    ]
 
 
 def test_rejection_sampling_leaves_zero_out(make_policy: Callable[..., Path]) -> None:

@@ -186,11 +186,9 @@ def test_why_there_is_no_report(
     run_rounds(dial, 3, [0])
     dial.fail("outcome", RuntimeError("no counts"))
     assert "FALLBACK" in said() and "no counts" in said()
-    dial.telemetry.shadow, dial.telemetry.error = None, "telemetry: OSError: full"
-    assert said() == "shadow     the report has ended: telemetry: OSError: full"
-    assert "log, metrics and report have ended: telemetry: OSError: full" in "\n".join(
-        status_lines(status_of(dial))
-    )
+    dial.telemetry.shadow, dial.telemetry.error = None, "shadow: OSError: full"
+    assert said() == "shadow     the report has ended: shadow: OSError: full"
+    assert "ended by an error: shadow: OSError: full" in "\n".join(status_lines(status_of(dial)))
 
 
 def test_a_dial_without_a_loop_says_so(

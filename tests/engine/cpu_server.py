@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -16,9 +18,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-START_S = 480.0
-"""Far above the 10 to 20 seconds of an idle machine (155 were seen at a load of 18): only a hang must end."""
+START_S = 1200.0
+"""Far above the 10 to 20 seconds of an idle machine (250 were seen at a load of 20): only a hang must end."""
 ANSWER_S = 240.0
+COMMAND_S = 1200.0
+"""Measuring a server takes half a minute on an idle machine."""
 
 CPU_ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
@@ -132,8 +136,16 @@ class CpuServer:
         return content
 
     def flush(self) -> None:
-        """Forget every cached prefix."""
-        self._post("/flush_cache", b"")
+        """Forget every cached prefix, once the scheduler has seen that all requests are answered."""
+        deadline = time.monotonic() + ANSWER_S
+        while True:
+            try:
+                self._post("/flush_cache", b"")
+                return
+            except urllib.error.HTTPError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(0.01)
 
     def internal_state(self) -> dict[str, Any]:
         """What the scheduler says of itself in `/server_info`."""
@@ -157,7 +169,7 @@ class CpuServer:
             env=_inherited(),
             capture_output=True,
             text=True,
-            timeout=ANSWER_S,
+            timeout=COMMAND_S,
         )
 
     def log_text(self) -> str:
@@ -188,7 +200,9 @@ def _inherited() -> dict[str, str]:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    """Below those that Linux gives to connections: the server binds it many seconds later."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

@@ -64,11 +64,11 @@ def learned(seed: int) -> PolicyFile:
     )
 
 
-def jumping(seed: int) -> PolicyFile:
+def jumping(seed: int, *, in_turn: bool = False) -> PolicyFile:
     """A network that never chooses the same tier twice in a row: it takes the next one in turn, or the one
-    after that while the drafts do well (`seed` says how well)."""
+    after that while the drafts do well (`seed` says how well; never, if `in_turn`)."""
     n, steep = len(TIERS), 1e3  # steep: units are 1 or -1
-    threshold = np.random.default_rng(seed).uniform(0.65, 0.9)
+    threshold = 2.0 if in_turn else np.random.default_rng(seed).uniform(0.65, 0.9)
 
     # First layer: n - 1 units that say whether the last k lay above each gap between tiers, one for "well".
     first, first_bias = np.zeros((2 * n, len(FEATURES))), np.zeros(2 * n)

@@ -14,7 +14,7 @@ from draftdial.engine_patch.control_keys import FORCE_K_KEY, MODE_KEY, NO_FORCED
 
 FAULT_KEY, GOLDEN_KEY = "probe_fault", "probe_golden"
 FAULTS = (1, 2, 3)
-FAULT_S = 60.0
+FAULT_S = 240.0
 """An injected fault shows in the next round; far above what a round takes on a busy machine."""
 
 

@@ -55,7 +55,7 @@ class RankSoak:
         self._is_over = threading.Event()
 
     def run(self, num_rounds: int, limit_s: float = float("inf")) -> None:
-        """Until so many rounds have run, or so long, or something failed."""
+        """Until so many rounds have run and all has happened once, or so long, or something failed."""
         began = moved = shown = time.monotonic()
         self.status = status_of(self.load.url, self.hang_s)
         self._first_decisions = self.status["decisions"]
@@ -76,7 +76,7 @@ class RankSoak:
                 if now - shown > 10:
                     shown = now
                     print(f"{self.num_rounds} rounds in {now - began:.0f} s", file=sys.stderr, flush=True)
-                if self.num_rounds >= num_rounds or now - began > limit_s:
+                if (self.num_rounds >= num_rounds and self._has_seen_all()) or now - began > limit_s:
                     break
             self._is_over.set()
             changer.join(self.hang_s)
@@ -121,6 +121,9 @@ class RankSoak:
             "errors": status["errors"],
             "failures": self.failures,
         }
+
+    def _has_seen_all(self) -> bool:
+        return min(self.changes.made.values()) > 0 and self.load.num_aborts > 0
 
     def _look(self) -> None:
         """Asking for the status makes the ranks compare what they have decided."""

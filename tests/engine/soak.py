@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ import psutil
 from cpu_server import CpuServer, draft_arguments, target_arguments
 from steered_server import SteeredServer
 from tiny_models import write_models
-from traffic import Reference, Request, random_requests
+from traffic import ABORT_OVERSHOOT, Reference, Request, random_requests
 
 CLIENTS = 3
 """Requests in flight: few, for the most rounds a second."""
@@ -65,12 +65,11 @@ class Soak:
         self.num_rounds = num_rounds
         self.samples: list[Sample] = []
         self.changes = dict.fromkeys(("deploy", "mode", "force_k"), 0)
-        self.num_answers = self.num_aborts = 0
+        self.num_answers = self.num_aborts = self.num_overshot = 0
         self.wrong: list[dict[str, Any]] = []
-        self._requests = reference.choose(
-            random_requests(seed=1, prompt_tokens=(3, 60), new_tokens=(50, 250)), 60
-        )
-        self._right = reference.tokens(self._requests)
+        longer = reference.choose(random_requests(seed=1, prompt_tokens=(3, 60), new_tokens=(50, 250)), 60)
+        self._requests = [replace(r, new_tokens=r.new_tokens - ABORT_OVERSHOOT) for r in longer]
+        self._right = reference.tokens(longer)
         self._files = [
             *map(policies.jumping, range(6)),
             *map(policies.learned, range(2)),
@@ -121,14 +120,16 @@ class Soak:
             abort.start()
         answer = self.server.post("/generate", _body(self._requests[i], rid))
         abort.cancel()
-        tokens, right = answer["output_ids"], self._right[i]
+        tokens, right, asked = answer["output_ids"], self._right[i], self._requests[i].new_tokens
         cut = answer["meta_info"]["finish_reason"]["type"] == "abort"
+        has_its_length = len(tokens) == asked or (cut and is_aborted)
         with self._lock:
             self.num_answers += 1
             self.num_aborts += cut
-            if tokens != (right[: len(tokens)] if cut and is_aborted else right):
+            self.num_overshot += len(tokens) > asked
+            if not has_its_length or tokens != right[: len(tokens)]:
                 same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens, right)))  # noqa: B905
-                lengths = {"tokens": len(tokens), "right": len(right), "same_at_first": same}
+                lengths = {"tokens": len(tokens), "asked": asked, "same_at_first": same}
                 self.wrong.append(
                     {"request": i, "rid": rid, "abort_asked": is_aborted, "cut": cut, **lengths}
                 )
@@ -183,6 +184,7 @@ class Soak:
             "wrong": len(self.wrong),
             "wrong_answers": self.wrong[:10],
             "aborts": self.num_aborts,
+            "aborts_longer_than_asked": self.num_overshot,
             "changes": self.changes,
             "fallbacks": status["fallbacks"],
             "errors": status["errors"],

@@ -26,7 +26,7 @@ from rank_soak import RankSoak
 from steered_server import SteeredServer, num_switches
 from swinging_load import Asked, SwingingLoad, post
 from tiny_models import write_models
-from traffic import Reference, random_requests
+from traffic import ABORT_OVERSHOOT, Reference, random_requests
 
 from draftdial.controller.cost_profile import CostProfile
 from draftdial.controller.policy_export import rule_file
@@ -36,9 +36,9 @@ from draftdial.controller.rules import Threshold
 NUM_RANKS = 2
 LEVELS = (1, 3, 12, 2, 6, 24, 1, 8, 2)
 """Requests in flight; the server runs 16 at once."""
-LEVEL_S, CHANGE_EVERY_S, HANG_S = 2.0, 0.8, 90.0
+LEVEL_S, CHANGE_EVERY_S, HANG_S = 2.0, 0.8, 240.0
 NUM_REQUESTS = 60
-CHECKER_S = 30.0
+CHECKER_S = 120.0
 DIVERGE_KEY = "probe_diverge"
 ENVIRONMENT = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}
 
@@ -99,12 +99,12 @@ def _notices_divergence(server: SteeredServer, is_checked: bool) -> bool:
 
 
 def _asked(reference: Reference) -> list[Asked]:
-    requests = reference.choose(
+    longer = reference.choose(
         random_requests(seed=1, prompt_tokens=(3, 60), new_tokens=(30, 200)), NUM_REQUESTS
     )
     return [
-        Asked(request.prompt, request.new_tokens, right)
-        for request, right in zip(requests, reference.tokens(requests), strict=True)
+        Asked(request.prompt, request.new_tokens - ABORT_OVERSHOOT, right)
+        for request, right in zip(longer, reference.tokens(longer), strict=True)
     ]
 
 

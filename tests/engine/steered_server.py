@@ -69,15 +69,6 @@ class SteeredServer(CpuServer):
             lambda: max(self.rounds()[start:], default=(0, 0))[0] >= batch_size, f"a batch of {batch_size}"
         )
 
-    def while_busy(self, sending: Sending, *changes: Callable[[], object], every_s: float = 0.15) -> int:
-        """Make the changes in turn for as long as requests are under way; how many were made."""
-        made = 0
-        while not sending.done():
-            changes[made % len(changes)]()
-            made += 1
-            time.sleep(every_s)
-        return made
-
     def _await(self, has_come: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + ANSWER_S
         while not has_come():

@@ -23,6 +23,7 @@ class Asked:
     prompt: tuple[int, ...]
     new_tokens: int
     right: list[int] | None = None
+    """Goes on beyond `new_tokens`, as the answer to an aborted request may."""
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,9 @@ def test_histograms_are_the_predicted_ones(server: SteeredServer, files: dict[st
 def test_a_policy_that_switches_in_every_round_meets_the_same_arrays(
     server: SteeredServer, files: dict[str, Path]
 ) -> None:
-    requests = numbered_requests(70, 24, new_tokens=250, spread_s=1.0)
+    requests = numbered_requests(70, 12, new_tokens=250) + numbered_requests(
+        82, 12, new_tokens=250, spread_s=1.0
+    )
     start = len(server.rounds())
     check_answers(Tagged(server, requests).answers(), requests)
     rounds = server.rounds()[start:]
@@ -151,13 +153,14 @@ def test_a_policy_that_switches_in_every_round_meets_the_same_arrays(
 
 
 def test_aborts_leave_the_others_alone(server: SteeredServer, files: dict[str, Path]) -> None:
-    doomed = numbered_requests(100, 6, new_tokens=1500)
+    doomed = numbered_requests(100, 6, new_tokens=2000)
     others = numbered_requests(110, 8, new_tokens=200, spread_s=1.0)
-    aborted, sending = Tagged(server, doomed), Tagged(server, others)
-    rids = [rid_of(request) for request in doomed]
-    server.while_busy(
-        aborted, *[lambda rid=rid: server.post("/abort_request", {"rid": rid}) for rid in rids], every_s=0.3
-    )
+    aborted = Tagged(server, doomed)
+    server.await_batch(len(doomed))
+    sending = Tagged(server, others)
+    for request in doomed:
+        server.await_rounds(5)
+        server.post("/abort_request", {"rid": rid_of(request)})
     assert {answer.meta["finish_reason"]["type"] for answer in aborted.answers()} == {"abort"}
     check_answers(sending.answers(), others)
     check_log(server.recorded(), arrays_of(files, others))

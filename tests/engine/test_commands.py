@@ -7,28 +7,28 @@ from pathlib import Path
 
 import policies
 from steered_server import SteeredServer
-from traffic import Reference, Sending, random_requests, tokens_of
+from traffic import Load, Reference, Sending, random_requests
 
 
 def test_status_set_and_deploy_while_requests_run(
     steered: SteeredServer, reference: Reference, tmp_path: Path
 ) -> None:
-    requests = reference.choose(random_requests(seed=41, spread_s=4.0), 24)
+    requests = reference.choose(random_requests(seed=41), 24)
     jumping = policies.jumping(seed=8)
     path = policies.saved(jumping, tmp_path / "new.safetensors")
-    sending = Sending(steered, requests)
-    deploy = steered.command("deploy", str(path), steered.url)
-    assert (deploy.returncode, deploy.stderr) == (0, ""), deploy
-    assert jumping.policy_id in deploy.stdout
-    off = steered.command("set", steered.url, "--mode", "off")
-    assert (off.returncode, off.stderr) == (0, ""), off
-    assert steered.status()["mode"] == "off"
-    on = steered.command("set", steered.url, "--mode", "steer")
-    assert (on.returncode, on.stderr) == (0, ""), on
-    status = steered.command("status", steered.url, "--json")
-    assert (status.returncode, status.stderr) == (0, ""), status
-    assert jumping.policy_id in json.dumps(json.loads(status.stdout))
-    assert tokens_of(sending.answers()) == reference.tokens(requests)
+    with Load(steered, requests) as load:
+        deploy = steered.command("deploy", str(path), steered.url)
+        assert (deploy.returncode, deploy.stderr) == (0, ""), deploy
+        assert jumping.policy_id in deploy.stdout
+        off = steered.command("set", steered.url, "--mode", "off")
+        assert (off.returncode, off.stderr) == (0, ""), off
+        assert steered.status()["mode"] == "off"
+        on = steered.command("set", steered.url, "--mode", "steer")
+        assert (on.returncode, on.stderr) == (0, ""), on
+        status = steered.command("status", steered.url, "--json")
+        assert (status.returncode, status.stderr) == (0, ""), status
+        assert jumping.policy_id in json.dumps(json.loads(status.stdout))
+    assert load.tokens() == reference.tokens(requests)
 
 
 def test_the_server_refuses_what_it_cannot_run(steered: SteeredServer) -> None:

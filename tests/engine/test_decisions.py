@@ -11,10 +11,12 @@ import numpy as np
 import policies
 import pytest
 from steered_server import SteeredServer
-from traffic import Reference, Request, Sending, random_requests, tokens_of
+from traffic import Load, Reference, Request, Sending, random_requests
 
 from draftdial.engine_patch.log_reader import RecordedLog
 from draftdial.engine_patch.log_replay import replay
+
+NUM_ROUNDS = 200
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +25,10 @@ def traffic(steered: SteeredServer, reference: Reference) -> list[Request]:
     assert steered.set(draftdial_mode=0)
     assert steered.set(draftdial_force_k=-1)
     assert steered.deploy(policies.jumping(seed=7))
-    requests = reference.choose(random_requests(seed=21, new_tokens=(40, 160), spread_s=1.0), 40)
-    sending = Sending(steered, requests)
-    assert tokens_of(sending.answers()) == reference.tokens(requests)
+    requests = reference.choose(random_requests(seed=21, new_tokens=(40, 160)), 40)
+    with Load(steered, requests) as load:
+        steered.await_rounds(NUM_ROUNDS)
+    assert load.tokens() == reference.tokens(requests)
     return requests
 
 
@@ -37,7 +40,7 @@ def recorded(steered: SteeredServer, traffic: list[Request]) -> RecordedLog:
 
 def test_signals_equal_a_recount_of_the_scheduler(steered: SteeredServer, traffic: list[Request]) -> None:
     lines = steered.signals()
-    assert len(lines) > 150
+    assert len(lines) >= NUM_ROUNDS
     assert max(line["counted"]["num_waiting"] for line in lines) > 5
     for line in lines:
         seen, counted = line["seen"], line["counted"]
@@ -63,7 +66,7 @@ def test_signals_account_for_every_request(steered: SteeredServer, traffic: list
 
 def test_the_server_decides_what_the_same_policy_decides_offline(recorded: RecordedLog) -> None:
     replayed = replay(recorded)
-    assert len(replayed.round_id) > 150
+    assert len(replayed.round_id) >= NUM_ROUNDS
     assert len(np.unique(replayed.logged_k)) == len(policies.TIERS)
     np.testing.assert_array_equal(replayed.offline_k, replayed.logged_k)
 
@@ -74,7 +77,7 @@ def test_the_log_shows_the_rounds_that_ran(steered: SteeredServer, recorded: Rec
         zip(recorded.rounds["num_running"].tolist(), recorded.rounds["acted_k"].tolist(), strict=True)
     )
     ran = iter(steered.rounds())
-    assert len(logged) > 150
+    assert len(logged) >= NUM_ROUNDS
     assert all(row in ran for row in logged)
 
 
@@ -83,7 +86,7 @@ def test_outcomes_are_those_of_their_own_round(recorded: RecordedLog) -> None:
     running = dict(
         zip(recorded.rounds["round_id"].tolist(), recorded.rounds["num_running"].tolist(), strict=True)
     )
-    assert len(recorded.outcomes) > 150
+    assert len(recorded.outcomes) >= NUM_ROUNDS
     for outcome in recorded.outcomes:
         round_id, counts = int(outcome["round_id"]), outcome["accept_counts"]
         assert outcome["k"] == k_of[round_id]

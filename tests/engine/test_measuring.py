@@ -140,7 +140,7 @@ def test_a_benchmark_that_is_interrupted_puts_the_server_back(steered: SteeredSe
             assert bench.poll() is None
             time.sleep(0.2)
         bench.send_signal(signal.SIGINT)
-        _, error = bench.communicate(timeout=120)
+        _, error = bench.communicate(timeout=600)
     finally:
         bench.kill()
     assert (bench.returncode, error) == (130, "")

@@ -28,7 +28,7 @@ def test_retracted_and_chunked_requests_end_the_same(
     if cause == FULL and release != "0.5.17":
         pytest.skip("this release does not let its pool fill up under this load")
     requests = reference.choose(
-        random_requests(seed=81, prompt_tokens=(40, 150), new_tokens=(150, 250), spread_s=0.5), 16
+        random_requests(seed=81, prompt_tokens=(40, 150), new_tokens=(150, 250), spread_s=0.0), 16
     )
     policy = policies.saved(policies.jumping(seed=1), tmp_path / "policy.safetensors")
     more, environment = CAUSES[cause]

@@ -21,13 +21,17 @@ import sglang
 from policies import TIERS, rule
 
 from draftdial.controller.policy_file import write
-from draftdial.engine_patch import acceptance_replay, compat, dial, plugin, steering
-from draftdial.engine_patch.scheduler_signals import HEALTH_CHECK_PREFIX, SchedulerSignals
+from draftdial.engine_patch import acceptance_replay, compat, dial, kv_only, plugin, steering
+from draftdial.engine_patch.scheduler_signals import (
+    HEALTH_CHECK_NEW_TOKENS,
+    HEALTH_CHECK_PREFIX,
+    SchedulerSignals,
+)
 from draftdial.engine_patch.settings import POLICY
 
 RELEASE = os.environ["SGLANG_RELEASE"]
 ROOT = Path(sglang.__file__).parent.parent
-HOOKS = [*plugin.hooks(), *compat.hooks(RELEASE), *acceptance_replay.hooks()]
+HOOKS = [*plugin.hooks(), *compat.hooks(RELEASE), *acceptance_replay.hooks(), *kv_only.hooks()]
 SRT = "sglang.srt"
 
 TAKES = {
@@ -46,6 +50,7 @@ TAKES = {
     "resolve_num_tokens_per_req": [],
     "EAGLEWorkerV2.forward_batch_generation": ["self", "batch"],
     "eagle_sample": ["verify_input", "batch"],
+    "EagleDraftWorker._draft_extend_for_decode": ["self", "batch", "batch_result"],
 }
 """The positional parameters that the hooks name."""
 
@@ -80,6 +85,7 @@ def test_hooks_find_their_target(hook: compat.Hook) -> None:
         "enable_overlap",
         "metrics_reporter",
         "req_to_token_pool",
+        "disaggregation_mode",
     ],
 )
 def test_the_scheduler_has_what_is_read(name: str) -> None:
@@ -158,8 +164,10 @@ def test_acceptance_is_sampled_by_the_hooked_function_and_returned_in_this_order
     assert "_patched" in source(f"{SRT}.plugins.hook_registry")
 
 
-def test_probes_are_known_by_the_same_prefix() -> None:
+def test_probes_are_known_by_the_same_prefix_and_length() -> None:
     assert f'HEALTH_CHECK_RID_PREFIX = "{HEALTH_CHECK_PREFIX}"' in source(f"{SRT}.constants")
+    _, probe = source(f"{SRT}.entrypoints.http_server").split("async def health_generate(")
+    assert f'{{"max_new_tokens": {HEALTH_CHECK_NEW_TOKENS}, ' in probe.split("HEALTH_CHECK_RID_PREFIX")[0]
 
 
 def test_rejection_sampling_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,6 +291,43 @@ def idle_scheduler() -> SimpleNamespace:
         token_to_kv_pool_allocator=SimpleNamespace(available_size=lambda: 1000),
         tree_cache=SimpleNamespace(evictable_size=lambda: 0),
     )
+
+
+def test_a_one_layer_draft_computes_its_keys_as_kv_only_does() -> None:
+    model = f"{SRT}.models.llama_eagle3"
+    steps = ast.unparse(function(f"{model}.LlamaModel.forward"))
+    norm = "self.input_norm(hidden_states)", "self.fc_norm is not None"
+    fused = [*(norm if compat.version(RELEASE) >= (0, 5, 17) else norm[1:]), "self.fc(hidden_states)"]
+    assert_in_order(steps, "self.embed_tokens(input_ids)", "spec_info.hidden_states", *fused, "layer(")
+    assert ("self.input_norm" in steps) == (compat.version(RELEASE) >= (0, 5, 17))
+    layer = ast.unparse(function(f"{model}.LlamaDecoderLayer.forward"))
+    inputs = "self.hidden_norm(hidden_states)", "self.input_layernorm(embeds)", "[embeds, hidden_states]"
+    assert_in_order(layer, *inputs, "self.self_attn(")
+    attention = f"{SRT}.models.llama.LlamaAttention"
+    prepared = ast.unparse(function(f"{attention}.forward_prepare_native"))
+    assert_in_order(
+        prepared, "self.qkv_proj(", "[self.q_size, self.kv_size, self.kv_size]", "self.rotary_emb("
+    )
+    assert {"q_size", "kv_size", "num_kv_heads", "head_dim"} <= names_assigned(
+        class_of(*attention.rsplit(".", 1))
+    )
+
+
+def test_a_draft_extend_reads_and_leaves_what_kv_only_does() -> None:
+    worker = ast.unparse(function(kv_only.TARGET))
+    for name in ("logits_output.hidden_states", "next_token_ids", "topk_p", "topk_index", "hidden_states"):
+        assert name in worker, name
+    prepare = ast.unparse(function(f"{SRT}.speculative.eagle_worker_common.prepare_for_draft_extend"))
+    assert "batch.seq_lens" in prepare  # positions; slots are the batch's own unless the window is widened
+    assert prepare.count("batch.out_cache_loc = ") == 1 and "batch.out_cache_loc = widened_" in prepare
+    pool = class_of(f"{SRT}.mem_cache.memory_pool", "MHATokenToKVPool")
+    writes = next(n for n in pool.body if isinstance(n, ast.FunctionDef) and n.name == "set_kv_buffer")
+    assert [argument.arg for argument in writes.args.args][3:5] == ["cache_k", "cache_v"]
+
+
+def assert_in_order(text: str, *parts: str) -> None:
+    places = [text.find(part) for part in parts]
+    assert -1 not in places and places == sorted(places), list(zip(parts, places, strict=True))
 
 
 def module_of(target: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO
@@ -11,6 +12,9 @@ import numpy as np
 import torch
 
 from draftdial.controller import policy_weights
+from draftdial.engine_patch.kv_only_projection import DraftKv
+from draftdial.engine_patch.lockstep import Lockstep
+from draftdial.engine_patch.round_outcomes import FinishedRound
 
 FAULT_KEY = "probe_fault"
 """Control key: the policy's next decision raises (1), is no built tier (2), or is no number (3)."""
@@ -20,6 +24,14 @@ GOLDEN_KEY = "probe_golden"
 
 DIVERGE_KEY = "probe_diverge"
 """Control key: the rank whose hash of decisions changes now, as if it had decided otherwise once."""
+
+
+KV_ONLY_KEY = "probe_kv_only"
+"""Control key: the projection of off mode `kv-only` writes nothing from now on (1), raises (2), works (0)."""
+
+
+LATE_KEY = "probe_late"
+"""Control key: an environment in lockstep hears of each round one round later (1), or no more (0)."""
 
 
 class Probe:
@@ -56,7 +68,8 @@ class Probe:
         self.signals.write(json.dumps(line) + "\n")
 
     def control(self, _scheduler: Any, request: Any, *_args: Any, **_kwargs: Any) -> None:
-        faults = {key: request.server_args.pop(key, None) for key in (FAULT_KEY, GOLDEN_KEY, DIVERGE_KEY)}
+        keys = (FAULT_KEY, GOLDEN_KEY, DIVERGE_KEY, KV_ONLY_KEY, LATE_KEY)
+        faults = {key: request.server_args.pop(key, None) for key in keys}
         if all(value is None for value in faults.values()):
             return
         from draftdial.engine_patch import dial
@@ -71,6 +84,10 @@ class Probe:
             policy_weights.replay_features = _wrong_features if is_here else _replay_features
         if faults[DIVERGE_KEY] == rank:
             current.decision_hash ^= 1
+        if faults[LATE_KEY] is not None:
+            Lockstep.finished = _late([]) if faults[LATE_KEY] else _finished  # type: ignore[method-assign]
+        if faults[KV_ONLY_KEY] is not None:
+            DraftKv.write = (_write, lambda *_args: None, _raise)[faults[KV_ONLY_KEY]]  # type: ignore[method-assign]
 
     def releasing(self, req: Any, *_args: Any, **_kwargs: Any) -> None:
         if self.worker is None or not str(req.rid).startswith("kv-"):
@@ -104,6 +121,19 @@ class Probe:
 
 
 _replay_features = policy_weights.replay_features
+_write = DraftKv.write
+_finished = Lockstep.finished
+
+
+def _late(held: list[FinishedRound]) -> Callable[[Lockstep, FinishedRound], None]:
+    """What overlap scheduling does on a GPU: the next round is decided before this one's outcome is known."""
+
+    def finished(followed: Lockstep, newest: FinishedRound) -> None:
+        if held:
+            _finished(followed, held.pop())
+        held.append(newest)
+
+    return finished
 
 
 def _wrong_features(features: Any) -> Any:
