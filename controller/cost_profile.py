@@ -173,7 +173,10 @@ class CostProfile:
         Returns:
             Shape `(num_servers, num_tiers)`, laid out tier by tier; `(num_tiers,)` for one number.
         """
-        pieces = self._of(self._running_last, off_mode).take(num_running, axis=2, mode="clip")
+        if isinstance(num_running, int):  # on a server's critical path: one piece of memory, not many
+            pieces = self._of(self._round_tables, off_mode)[max(0, min(num_running, self.max_running))]
+        else:
+            pieces = self._of(self._running_last, off_mode).take(num_running, axis=2, mode="clip")
         seconds: FloatArray = pieces[1] * mean_context_tokens
         seconds += pieces[0]
         for hinge in range(2, len(pieces) - 1, 2):

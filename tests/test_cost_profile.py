@@ -309,3 +309,13 @@ def test_loading_a_shipped_profile_needs_numpy_alone() -> None:
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("name", ["h200-llama3-8b", "qwen3-235b-a22b"])
+def test_one_number_costs_the_same_bits_as_in_an_array(name: str) -> None:
+    profile = CostProfile.load(name)
+    running = np.array([0, 1, 2, 7, 8, 100, 256, profile.max_running, 5000])
+    context = np.array([0, 1, 333, 8000, 0, 2500, 640, 10, 1200])
+    together = profile.round_s(running, context, "warm")
+    alone = [profile.round_s(n, c, "warm") for n, c in zip(running.tolist(), context.tolist(), strict=True)]
+    np.testing.assert_array_equal(alone, together)
