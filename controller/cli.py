@@ -65,7 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("draftdial"):
             raise
-        print(f"draftdial: {called} needs {error.name}: pip install 'draftdial[train]'", file=sys.stderr)
+        print(
+            f"draftdial: {called} needs {error.name}: pip install '.[train]' in a checkout", file=sys.stderr
+        )
         return 2
     except KeyboardInterrupt:
         return 130

@@ -94,13 +94,18 @@ class LiveSetup(Setup):
     def _launched(self) -> str:
         """URL of a server started with `engine.command`."""
         profile, off_mode = self.profiles[0], self.options.off_mode
+        try:
+            arguments = shlex.split(self.config.engine.command or "")
+        except ValueError as error:
+            found = self.config.engine.command
+            raise UserError(f"engine.command: found {found}, allowed: SGLang's arguments ({error})") from None
         folder = Path(tempfile.mkdtemp(prefix="draftdial-live-"))
         fallback = Threshold(profile.tiers, k=0, batch=0)
         rule = rule_file(FixedK(profile.tiers, 0), profile, off_mode, name="live", fallback=fallback)
         write(folder / "start.safetensors", rule)
         launched = LaunchedServer(
             folder / "start.safetensors",
-            shlex.split(self.config.engine.command or ""),
+            arguments,
             folder / "server.log",
             {LIVE: str(folder / "live.sock")},
         )

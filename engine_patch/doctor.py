@@ -23,7 +23,7 @@ def add_parser(subparsers: Any) -> None:
         "doctor",
         help="say whether a server would be steered, and if not, why",
         usage="draftdial doctor [POLICY] [--mode MODE] [--strict | --warn] [--log FILE]\n"
-        "                        [--replay-acceptance [DOMAIN=]FILE] [--json] -- ARGS",
+        "                        [--off-mode kv-only] [--replay-acceptance [DOMAIN=]FILE] [--json] -- ARGS",
         epilog="ARGS are those of `python -m sglang.launch_server`. Exit code: 0 if steered, 1 if not.",
     )
     parser.add_argument("policy", metavar="POLICY", type=Path, nargs="?", help="a policy file")

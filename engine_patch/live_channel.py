@@ -92,22 +92,19 @@ class Listener:
     """Where environments find a server: a socket that only this user may open."""
 
     def __init__(self, path: Path) -> None:
-        """Take `path`, also from a server that died.
+        """Take `path`, also from a server that died: only then nobody listens at a socket that is there.
 
         Raises:
             UserError: another server has it, or it cannot be made.
         """
         self.path = path
-        if path.is_socket():
-            try:
-                connect(path).close()
-            except UserError:
-                path.unlink(missing_ok=True)
-            else:
-                raise UserError(f"{path}: another server listens there")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         before = os.umask(0o177)
         try:
+            if path.is_socket():
+                if _is_listened_to(path):
+                    raise UserError(f"{path}: another server listens there")
+                path.unlink(missing_ok=True)
             self._socket.bind(str(path))
         except OSError as error:
             raise UserError(f"{path}: cannot listen there: {error.strerror}") from None
@@ -129,6 +126,19 @@ class Listener:
             if channel.is_open():
                 return channel
             channel.close()
+
+
+def _is_listened_to(path: Path) -> bool:
+    """Is there a process behind the socket? One too busy to answer, or another user's, counts."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+        except BlockingIOError:
+            return True
+    return True
 
 
 def connect(path: Path) -> Channel:

@@ -80,6 +80,10 @@ class Lockstep:
         self._is_late = False
         """The newest question has no answer yet, and nobody waits for it any more."""
         self._missed = 0
+        self._answered: set[int] = set()
+        """Rounds at the environment's k whose results have not been read."""
+        self._is_deciding = False
+        """Was the newest decode round at the environment's k? Not where k is forced, say."""
         self._outcomes: list[dict[str, Any]] = []
         self._in_flight: deque[_Timed] = deque()
         self._previous_end: Any = None
@@ -104,6 +108,7 @@ class Lockstep:
         wait_s = time.perf_counter() - began
         self.num_answers += 1
         self.waited_s += wait_s
+        self._answered.add(int(signals.round_id[0]))
         self._asked = (int(signals.round_id[0]), self._clock.mark(), wait_s)
         return k
 
@@ -119,14 +124,19 @@ class Lockstep:
         if self._asked is not None:
             round_id, begin, wait_s = self._asked
             self._in_flight.append(_Timed(round_id, before or began, begin, end, wait_s, 0))
-        elif not is_decode and self.is_followed:
+            self._is_deciding = True
+        elif is_decode:
+            self._is_deciding = False
+        elif self._is_deciding and self.is_followed:
             num_tokens = batch.extend_num_tokens or 0
             self._in_flight.append(_Timed(None, began, began, end, 0.0, num_tokens))
         return result
 
     def finished(self, finished: FinishedRound) -> None:
-        """The result of a decided round has been read."""
-        if self.is_followed:
+        """The result of a round has been read; only those at the environment's k are kept for it."""
+        is_answered = finished.round_id in self._answered
+        self._answered.discard(finished.round_id)
+        if is_answered and self.is_followed:
             rids = [req.rid for req in finished.requests]
             outcome = {"round": finished.round_id, "k": finished.k, "accepted": finished.accepted}
             self._outcomes.append(outcome | {"rids": rids})
@@ -209,6 +219,7 @@ class Lockstep:
         if self._channel is not None:
             self._channel.close()
         self._channel = None
+        self._answered.clear()
         self._outcomes = []
         self._in_flight.clear()
         logger.warning("draftdial: the environment is gone (%s): going on without it", reason)

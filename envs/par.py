@@ -86,19 +86,21 @@ class Par:
 
     def _measured(self, bank: AcceptanceBank, scenario: Scenario) -> FloatArray:
         """(num_levels, num_tiers): time that served tokens take, over that of a walk, all domains alike."""
-        num_tiers = len(self._profile.tiers)
+        return np.stack([self._measured_at(i, bank, scenario) for i in range(len(self._levels))])
+
+    def _measured_at(self, i: int, bank: AcceptanceBank, scenario: Scenario) -> FloatArray:
+        """(num_tiers,): the row of `_measured` at one level; 1 where no token is left to decode."""
+        concurrency, num_tiers = int(self._levels[i]), len(self._profile.tiers)
+        load = ConstantLoad(concurrency, scenario.outlasting(concurrency, NUM_ROUNDS))
         domains = DomainMix(tuple(range(len(self._tokens))))
-        lists, worth, level = [], [], []
-        for i, concurrency in enumerate(self._levels.tolist()):
-            load = ConstantLoad(concurrency, scenario.outlasting(concurrency, NUM_ROUNDS))
-            loop = ClosedLoop("par", load, domains, scenario.length_model)
-            for n in range(max(FEWEST_LOOPS, NUM_REQUESTS // concurrency)):
-                requests = loop.requests(FIRST_SEED + NUM_REQUESTS * i + n)
-                context = int(requests.prompt_tokens.mean() + 0.5 * requests.output_tokens.mean())
-                walked = self._walked_s(self._levels[i : i + 1], context)[0, requests.domain]
-                lists += [requests] * num_tiers
-                worth += list(walked.T)
-                level += [i] * num_tiers
+        loop = ClosedLoop("par", load, domains, scenario.length_model)
+        lists, worth = [], []
+        for n in range(max(FEWEST_LOOPS, NUM_REQUESTS // concurrency)):
+            requests = loop.requests(FIRST_SEED + NUM_REQUESTS * i + n)
+            context = int(requests.prompt_tokens.mean() + 0.5 * requests.output_tokens.mean())
+            walked = self._walked_s(self._levels[i : i + 1], context)[0, requests.domain]
+            lists += [requests] * num_tiers
+            worth += list(walked.T)
         tier = np.tile(np.arange(num_tiers), len(lists) // num_tiers)
         engine = SimulatedEngine(lists, bank, self._profile, self._options)
         engine.replace(np.arange(len(lists)), lists, worth)
@@ -108,8 +110,8 @@ class Par:
             walked_s += engine.expected_worth_at_s(tier)
             engine.run_round(k)
             served_s += engine.servers["step_decode_s"] + prefill_overhead_s(engine, self.prefill_token_s)
-        cell = np.array(level) * num_tiers + tier
-        return (np.bincount(cell, served_s) / np.bincount(cell, walked_s)).reshape(-1, num_tiers)
+        served, walked = np.bincount(tier, served_s), np.bincount(tier, walked_s)
+        return np.divide(served, walked, out=np.ones(num_tiers), where=walked > 0)
 
 
 def prefill_overhead_s(engine: SimulatedEngine, token_s: FloatArray | float) -> FloatArray:

@@ -50,7 +50,7 @@ def test_what_is_missing_is_named_with_the_line_that_installs_it() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == "draftdial: train needs torch: pip install 'draftdial[train]'\n"
+    assert done.stderr == "draftdial: train needs torch: pip install '.[train]' in a checkout\n"
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
@@ -78,7 +78,7 @@ def test_a_wrong_command_line_is_one_line(argv: list[str], capsys: pytest.Captur
         (
             ModuleNotFoundError(name="rich"),
             2,
-            "draftdial: train needs rich: pip install 'draftdial[train]'\n",
+            "draftdial: train needs rich: pip install '.[train]' in a checkout\n",
         ),
         (KeyboardInterrupt(), 130, ""),
     ],

@@ -15,6 +15,7 @@ from scheduler_double import SchedulerDouble
 
 from draftdial.controller.errors import UserError
 from draftdial.controller.policy_file import PolicyFile
+from draftdial.controller.signals import RoundSignals
 from draftdial.engine_patch import lockstep
 from draftdial.engine_patch.dial import Dial
 from draftdial.engine_patch.live_channel import Channel, ChannelClosed, Listener, Message, connect
@@ -329,3 +330,43 @@ def test_more_than_one_process_is_refused(socket_path: Path) -> None:
     with pytest.raises(UserError, match="live: --tp-size: found 2, allowed: 1"):
         lockstep.start(socket_path, SimpleNamespace(server_args=arguments), TIERS)
     assert lockstep.current() is None and not socket_path.exists()
+
+
+def test_rounds_that_the_environment_did_not_decide_are_not_kept_for_it(socket_path: Path) -> None:
+    """While k is forced, say, it is not asked: nothing may grow, as its next question might never come."""
+    followed = Lockstep(Listener(socket_path), TIERS, HostClock())
+    environment = connect(socket_path)
+    signals = RoundSignals.zeros(1)
+    environment.send({"round": 0, "k": 3})  # ahead of the question
+
+    def run(is_decode: bool, ask: bool) -> None:
+        batch = SimpleNamespace(
+            forward_mode=SimpleNamespace(is_decode=lambda: is_decode), extend_num_tokens=10
+        )
+        followed.run(lambda *_: followed.k_of(signals, 0) if ask else None, None, batch)
+
+    run(is_decode=True, ask=True)
+    assert followed.num_answers == 1
+    for round_id in range(1, 50):
+        run(is_decode=True, ask=False)
+        run(is_decode=False, ask=False)
+        followed.finished(FinishedRound(round_id, 3, [SimpleNamespace(rid="live")], [1]))
+    followed.finished(FinishedRound(0, 3, [SimpleNamespace(rid="live")], [1]))
+    environment.send({"round": 0, "k": 1})
+    run(is_decode=True, ask=True)
+    environment.receive(1.0)
+    question = environment.receive(1.0)
+    assert question is not None
+    assert [outcome["round"] for outcome in question["outcomes"]] == [0]
+    assert question["prefill_tokens"] == 0 and len(question["times"]) <= 1
+
+
+def test_a_server_too_busy_to_answer_keeps_its_socket(socket_path: Path) -> None:
+    listener = Listener(socket_path)
+    waiting = []
+    with pytest.raises(UserError):
+        while True:
+            waiting.append(connect(socket_path))
+    with pytest.raises(UserError, match="another server listens there"):
+        Listener(socket_path)
+    assert listener.accept() is not None

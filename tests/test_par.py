@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -96,3 +97,16 @@ def test_par_includes_what_small_prefills_cost_on_top(
     # A prompt of some 400 tokens alone costs 40 ms instead of 16, which some 280 output tokens share.
     added_s = flat.of(requests)[0] - linear.of(requests)[0]
     np.testing.assert_allclose(added_s, 0.024 / 280, rtol=0.2)
+
+
+def test_requests_of_one_token_have_a_par_all_the_same(
+    make_bank: Callable[..., AcceptanceBank],
+    make_profile: Callable[..., CostProfile],
+    make_requests: Callable[..., RequestList],
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "one.csv").write_text("arrival_s,input_tokens,output_tokens\n0,20,1\n1,20,1\n")
+    scenario = Scenario(high=2, lengths=f"trace:{tmp_path / 'one.csv'}")
+    bank = make_bank({"right": [[3] * 8]})
+    par, round_s = Par(make_profile(), ServerOptions(), bank, scenario).of(make_requests([1, 1]))
+    assert np.isfinite(par).all() and round_s > 0
