@@ -7,22 +7,14 @@ import importlib
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from draftdial.controller.bench_arms import ALLOWED, NO_SPEC, Arm, SteeredArms
-from draftdial.controller.bench_loads import (
-    Asking,
-    Load,
-    closed_loads,
-    lengths_of,
-    open_loads,
-    swing_load,
-    trace_load,
-)
+from draftdial.controller.bench_loads import PER_SLOT
 from draftdial.controller.bench_report import cells, table, write_report
-from draftdial.controller.bench_runs import Bench
+from draftdial.controller.bench_runs import Bench, Limits
+from draftdial.controller.bench_work import DEFAULTS, Work
 from draftdial.controller.errors import UserError
-from draftdial.controller.number_arguments import count, counts, positive, positives, span
+from draftdial.controller.number_arguments import count, counts, positive, positives, range_of, span
 from draftdial.engine_patch.client import Server, ServerRefused
 
 
@@ -52,6 +44,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     work = parser.add_argument_group("requests")
     work.add_argument("--requests", type=count, default=200, help="at least, per run (%(default)s)")
     work.add_argument(
+        "--per-slot",
+        type=count,
+        metavar="N",
+        help=f"with --closed: at least so many for each in the system ({PER_SLOT})",
+    )
+    work.add_argument(
         "--lengths", default="general", help="general, short-chat, agentic, trace:FILE (general)"
     )
     work.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help="in place of random token ids")
@@ -63,6 +61,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=(),
         metavar="A,B",
         help="of a server that replays recorded acceptance",
+    )
+    work.add_argument(
+        "--domain-span",
+        type=range_of,
+        metavar="MIN:MAX",
+        help="with --domains: one at a time, another one after so many requests (each request draws)",
     )
     parser.add_argument("--repeats", type=count, default=3, help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the first repeat's requests (%(default)s)")
@@ -92,18 +96,15 @@ def run(args: argparse.Namespace) -> int:
         importlib.import_module(
             "draftdial.controller.statistics"
         )  # what it needs is missed now, not after hours
-    loads = _loads(args)
-    asking = Asking.read(args.prompts, args.tokenizer, domains=args.domains, stops_at_eos=args.stop_at_eos)
+    work = Work.of({name: getattr(args, name) for name in DEFAULTS})
     steered = SteeredArms(Server(args.url, args.api_key), arms, args.deployed)
-    bench = Bench(args, steered, {arm.name: arm for arm in arms}, loads, asking)
-    document = bench.begin(names, baseline)
+    limits = Limits(args.slo_ttft, args.slo_tpot, args.timeout)
+    bench = Bench(steered, arms, work, args.out, limits=limits, api_key=args.api_key, no_spec=args.no_spec)
     try:
-        bench.run(document)
+        document = bench.measured(baseline)
     except ServerRefused as refused:
         print(f"draftdial: bench: {steered.server.url}: {refused}", file=sys.stderr)
         return 1
-    finally:
-        steered.restore()
     document["cells"] = cells(document["runs"], baseline)
     bench.write(document)
     written = write_report(document, args.out)
@@ -115,18 +116,3 @@ def run(args: argparse.Namespace) -> int:
             f"draftdial: bench: {failed} requests were lost or failed: these runs are void", file=sys.stderr
         )
     return 1 if failed else 0
-
-
-def _loads(args: argparse.Namespace) -> list[Load]:
-    domains = tuple(range(max(1, len(args.domains))))
-    common: dict[str, Any] = {"lengths": lengths_of(args.lengths), "domains": domains}
-    loads = closed_loads(args.closed, args.requests, **common)
-    loads += open_loads(args.arrivals, args.rates, args.requests, **common)
-    if args.swing is not None:
-        low, high = args.swing
-        loads.append(swing_load(low, high, args.requests, **common))
-    if args.trace is not None:
-        loads.append(trace_load(args.trace, args.requests, args.time_scale, domains))
-    if not loads:
-        raise UserError("bench: no load, allowed: one or more of --closed, --rates, --swing, --trace")
-    return loads

@@ -10,7 +10,7 @@ from typing import Any
 from draftdial.controller.errors import UserError
 from draftdial.controller.files import sha256_of
 from draftdial.controller.policy_file import PolicyFile, load_policy, read
-from draftdial.engine_patch.client import Server, ServerRefused, change_everywhere
+from draftdial.engine_patch.client import Server, ServerRefused
 from draftdial.engine_patch.control_keys import FORCE_K_KEY, MODE_KEY, NO_FORCED_K, policy_key
 from draftdial.engine_patch.settings import MODES, Mode
 
@@ -27,6 +27,11 @@ class Arm:
     forced_k: int = NO_FORCED_K
     policy: PolicyFile | None = None
     """None: the one that the server had."""
+
+    @property
+    def is_policy(self) -> bool:
+        """Does a policy decide, and not SGLang's rule or a fixed k?"""
+        return self.mode == "steer" and self.forced_k == NO_FORCED_K
 
     @classmethod
     def parse(cls, text: str) -> Arm:
@@ -63,6 +68,8 @@ class SteeredArms:
         self._before = replicas[0]
         if self._before["mode"] == "inactive":
             raise UserError(f"{server.url}: it is not steered: {self._before.get('reason', '')}")
+        # The first change of each kind is made even where nothing differs: it ends a measurement left behind.
+        self._now = _setting(self._before) | {"mode": None, "forced_k": None}
         tiers = [int(k) for k in self._before["tiers"].split(",")]
         for arm in arms:
             k = 0 if arm.mode == "off" else arm.forced_k
@@ -71,24 +78,45 @@ class SteeredArms:
         self._own = self._own_policy(arms, deployed)
 
     def set(self, arm: Arm) -> None:
-        """Let `arm` steer. A policy that is deployed starts with an empty memory.
+        """Let `arm` steer; the server is asked only for what is not so yet.
+
+        A policy is deployed even where it is there, so that every run begins with an empty memory. Fixed k,
+        off and SGLang's rule depend on no policy, so whichever is there may stay.
 
         Raises:
             ServerRefused: the server did not do it.
         """
-        self._deploy(arm.policy or self._own)
-        self._change(MODE_KEY, MODES.index(arm.mode))
-        self._change(FORCE_K_KEY, arm.forced_k)
+        self._switch(arm.mode, arm.forced_k)
+        file = arm.policy or self._own
+        if arm.is_policy and file is not None:
+            self._deploy(file)
 
     def status(self) -> dict[str, Any]:
         return self.server.replicas()[0]
 
+    def status_of(self, arm: Arm) -> dict[str, Any]:
+        """The status of a server that is to run `arm`.
+
+        Raises:
+            ServerRefused: it does not.
+        """
+        status = self.status()
+        if "status_error" in status:
+            raise ServerRefused(f"its status cannot be read: {status['status_error']}")
+        for name, wanted in self._now.items():
+            if status.get(name) != wanted:
+                found = f"{name} is {status.get(name)} and was set to {wanted}"
+                raise ServerRefused(f"somebody else steers it: {found}")
+        if arm.is_policy and status["fallback"]:
+            raise ServerRefused(f"its policy has failed: {status['fallback']}")
+        return status
+
     def restore(self) -> None:
         """Give the server its policy, mode and forced k back."""
-        if self.status()["policy_sha256"] != self._before["policy_sha256"]:
+        self._now = _setting(self.status())
+        if self._now["policy_sha256"] != self._before["policy_sha256"] and self._own is not None:
             self._deploy(self._own)
-        self._change(MODE_KEY, MODES.index(self._before["mode"]))
-        self._change(FORCE_K_KEY, self._before["forced_k"])
+        self._switch(self._before["mode"], self._before["forced_k"])
 
     def _own_policy(self, arms: Sequence[Arm], deployed: Path | None) -> PolicyFile | None:
         files = [arm.policy for arm in arms if arm.policy is not None]
@@ -104,11 +132,25 @@ class SteeredArms:
             )
         return own
 
-    def _deploy(self, file: PolicyFile | None) -> None:
-        if file is not None:
-            self._change(policy_key(file.data), 1)
+    def _deploy(self, file: PolicyFile) -> None:
+        self._change(policy_key(file.data), 1)
+        self._now["policy_sha256"] = sha256_of(file.data)
+
+    def _switch(self, mode: Mode, forced_k: int) -> None:
+        if self._now["mode"] != mode:
+            self._change(MODE_KEY, MODES.index(mode))
+            self._now["mode"] = mode
+        if self._now["forced_k"] != forced_k:
+            self._change(FORCE_K_KEY, forced_k)
+            self._now["forced_k"] = forced_k
 
     def _change(self, key: str, value: int) -> None:
-        status = change_everywhere(self.server, key, value)[0]
-        if status.get("fallback"):
-            raise ServerRefused(f"its policy has failed: {status['fallback']}")
+        if not all(self.server.change(key, value)):
+            raise ServerRefused(
+                self.status().get("last_control") or "it refused a change and does not say why"
+            )
+
+
+def _setting(status: dict[str, Any]) -> dict[str, Any]:
+    """What a change changes."""
+    return {name: status[name] for name in ("policy_sha256", "mode", "forced_k")}

@@ -13,6 +13,7 @@ from draftdial.controller.chat_prompts import ChatPrompt, read_prompts
 from draftdial.controller.errors import UserError
 from draftdial.engine_patch.acceptance_arrays import tagged_rid
 from draftdial.envs.closed_loop import TIME_EXPONENT
+from draftdial.envs.domains import DomainSchedule
 from draftdial.envs.lengths import LengthModel, as_lengths
 from draftdial.envs.open_loop import ARRIVALS
 from draftdial.envs.workload import RequestList, Workload, make_workload
@@ -21,8 +22,11 @@ FIRST_ID, LAST_ID = 3, 999
 """Synthetic prompts are random token ids that every vocabulary has."""
 SEGMENTS = 20
 """Of a load that swings."""
-REQUESTS_PER_SLOT = 8
+PER_SLOT = 8
 """A closed loop sends at least so many requests for each that it keeps in the system."""
+
+Domains = Sequence[int] | DomainSchedule
+"""Of which every request draws its own, or which says whose turn it is."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,10 @@ class Load:
         return f"{self.workload} {value}"
 
 
-def closed_loads(concurrencies: Sequence[int], num_requests: int, **common: Any) -> list[Load]:
-    """A closed loop at each concurrency."""
+def closed_loads(
+    concurrencies: Sequence[int], num_requests: int, per_slot: int = PER_SLOT, **common: Any
+) -> list[Load]:
+    """A closed loop at each concurrency, of `num_requests`, or of `per_slot` for each in the system."""
     return [
         Load(
             "closed",
@@ -53,7 +59,7 @@ def closed_loads(concurrencies: Sequence[int], num_requests: int, **common: Any)
             make_workload(
                 "stationary",
                 concurrency=concurrency,
-                num_requests=max(num_requests, REQUESTS_PER_SLOT * concurrency),
+                num_requests=max(num_requests, per_slot * concurrency),
                 **common,
             ),
         )
@@ -93,7 +99,7 @@ def swing_load(low: int, high: int, num_requests: int, **common: Any) -> Load:
     return Load(f"swing {low}:{high}", "closed", None, source)
 
 
-def trace_load(path: Path, num_requests: int, time_scale: float, domains: Sequence[int]) -> Load:
+def trace_load(path: Path, num_requests: int, time_scale: float, domains: Domains) -> Load:
     """The start of a trace, or a window of it that the seed picks."""
     source = make_workload(
         "trace", path=path, num_requests=num_requests, time_scale=time_scale, domains=domains

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import datetime
 import json
@@ -10,19 +9,18 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from draftdial.controller.bench_arms import NO_SPEC, Arm, SteeredArms
-from draftdial.controller.bench_loads import Asking, Load, closed_loads, lengths_of
+from draftdial.controller.bench_loads import Load, closed_loads, lengths_of
 from draftdial.controller.bench_metrics import figures, policy_figures
 from draftdial.controller.bench_report import SCHEMA
+from draftdial.controller.bench_work import Work, fingerprint
 from draftdial.controller.errors import UserError
-from draftdial.controller.files import atomic_write
+from draftdial.controller.files import atomic_write, sha256_of
 from draftdial.controller.load_run import LoadResult, run_load
 from draftdial.controller.measured_server import flush_cache
 from draftdial.controller.stream_client import StreamClient
@@ -34,98 +32,141 @@ WARM_UP = 4
 """Requests in flight, twice as many in all, before anything is measured: connections and caches."""
 
 
+@dataclass(frozen=True)
+class Limits:
+    """How long a request may take."""
+
+    ttft_s: float = 2.0
+    tpot_s: float = 0.05
+    """This and `ttft_s`: what it must keep to count as attained."""
+    timeout_s: float = 600.0
+    """A request that takes longer has failed."""
+
+
 class Bench:
     """All runs of one benchmark; the document on disk grows with each."""
 
     def __init__(
         self,
-        args: argparse.Namespace,
         steered: SteeredArms,
-        arms: dict[str, Arm],
-        loads: Sequence[Load],
-        asking: Asking,
+        arms: Sequence[Arm],
+        work: Work,
+        folder: Path,
+        *,
+        limits: Limits | None = None,
+        api_key: str | None = None,
+        no_spec: str | None = None,
     ) -> None:
-        self.args = args
+        """`no_spec` is the URL of a server without speculation, which makes another arm."""
         self.steered = steered
-        self.arms = arms
-        self.loads = loads
-        self.asking = asking
-        self._other = Server(args.no_spec, args.api_key) if args.no_spec else None
+        self.arms = {arm.name: arm for arm in arms}
+        self.work = work
+        self.folder = folder
+        self.limits = limits or Limits()
+        self._api_key = api_key
+        self._other = Server(no_spec, api_key) if no_spec else None
+        self._has_cache = {
+            server: not server.states()[0].get("disable_radix_cache")
+            for server in (steered.server, self._other)
+            if server is not None
+        }
         self._count = 0
 
-    def begin(self, names: Sequence[str], baseline: str) -> dict[str, Any]:
+    def measured(self, baseline: str) -> dict[str, Any]:
+        """The document with every run; the server is put back in the end.
+
+        Raises:
+            UserError: a server cannot be driven.
+            ServerRefused: it does not do what an arm asks. What was measured before is on disk.
+        """
+        document = self._begin(baseline)
+        try:
+            self._run(document)
+        finally:
+            self.steered.restore()
+        return document
+
+    def write(self, document: dict[str, Any]) -> None:
+        """`bench.json`, which a reader finds whole at any time."""
+        atomic_write(self.folder / "bench.json", json.dumps(document, indent=1) + "\n")
+
+    def _begin(self, baseline: str) -> dict[str, Any]:
         """The document without results."""
-        args = self.args
         facts = self.steered.server.states()[0]
-        options = ("lengths", "requests", "repeats", "seed", "slo_ttft", "slo_tpot", "stop_at_eos")
+        status = self.steered.status()
+        shown = ("model_path", "tp_size", "max_running_requests", "disable_overlap_schedule")
         return {
             "schema": SCHEMA,
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "command": shlex.join(["draftdial", *sys.argv[1:]]),
-            "versions": {"draftdial": version("draftdial"), "server": self.steered.status()["version"]},
+            "versions": {"draftdial": version("draftdial"), "server": status["version"]},
             "title": Path(str(facts.get("model_path"))).name,
             "off_mode": "as-served",
-            "server": {key: facts.get(key) for key in ("model_path", "tp_size", "max_running_requests")}
-            | {"status": self.steered.status()},
-            "options": {name: getattr(args, name) for name in options} | {"prompts": str(args.prompts or "")},
-            "arms": list(names),
+            "server": {key: facts.get(key) for key in shown} | {"status": status},
+            "options": self.work.options | {"slo_ttft": self.limits.ttft_s, "slo_tpot": self.limits.tpot_s},
+            "arms": [*self.arms, *([NO_SPEC] if self._other else [])],
+            "policies": {
+                name: sha256_of(arm.policy.data) for name, arm in self.arms.items() if arm.policy is not None
+            },
             "baseline": baseline,
-            "loads": [load.label for load in self.loads],
+            "loads": [load.label for load in self.work.loads],
             "runs": [],
             "cells": [],
         }
 
-    def run(self, document: dict[str, Any]) -> None:
+    def _run(self, document: dict[str, Any]) -> None:
         """Every arm under every load in every repeat: arms in an order that rotates."""
-        args, names = self.args, document["arms"]
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        work, names = self.work, document["arms"]
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         console = Console(stderr=True)
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-            bar = progress.add_task("warm-up", total=args.repeats * len(self.loads) * len(names))
+            bar = progress.add_task("warm-up", total=len(work.seeds) * len(work.loads) * len(names))
             self._warm_up(names)
-            for repeat in range(args.repeats):
-                for place, load in enumerate(self.loads):
-                    requests = self.asking.requests(load, args.seed + repeat)
+            for repeat, seed in enumerate(work.seeds):
+                for place, load in enumerate(work.loads):
+                    requests = work.requests(load, seed)
+                    which = {"repeat": repeat, "seed": seed, "list": fingerprint(requests)}
                     turn = (repeat + place) % len(names)
                     for name in names[turn:] + names[:turn]:
                         progress.update(bar, description=f"{name}, {load.label}, repeat {repeat + 1}")
-                        found = self._measure(name, load, requests, args.seed + repeat)
-                        document["runs"].append(found | {"repeat": repeat, "seed": args.seed + repeat})
+                        document["runs"].append(self._measure(name, load, requests, seed) | which)
                         self.write(document)
                         progress.advance(bar)
 
-    def write(self, document: dict[str, Any]) -> None:
-        atomic_write(self.args.out / "bench.json", json.dumps(document, indent=1) + "\n")
-
     def _warm_up(self, names: Sequence[str]) -> None:
-        [load] = closed_loads([WARM_UP], 2 * WARM_UP, lengths=lengths_of(self.args.lengths))
-        requests = self.asking.requests(load, self.args.seed)
+        lengths = lengths_of(self.work.options["lengths"])
+        [load] = closed_loads([WARM_UP], 2 * WARM_UP, per_slot=2, lengths=lengths)
+        seed = self.work.seeds[0]
+        requests = self.work.requests(load, seed)
         for server in {self._server(name) for name in names}:
-            result = self._send(server, requests, self.args.seed)
+            result = self._send(server, requests, seed)
             if len(result.errors) == requests.num_requests:
                 raise UserError(f"{server.url}: cannot be driven: {next(iter(result.errors.values()))}")
 
     def _measure(self, name: str, load: Load, requests: RequestList, seed: int) -> dict[str, Any]:
-        server = self._server(name)
-        is_steered = name in self.arms
-        if is_steered:
-            self.steered.set(self.arms[name])
-        flush_cache(server)  # the same prompts come again
-        before = self.steered.status() if is_steered else {}
+        server, arm = self._server(name), self.arms.get(name)
+        if arm is not None:
+            self.steered.set(arm)
+        if self._has_cache[server]:
+            flush_cache(server)  # the same prompts come again
+        before = self.steered.status_of(arm) if arm is not None else {}
         result = self._send(server, requests, seed)
-        after = self.steered.status() if is_steered else {}
+        after = self.steered.status() if arm is not None else {}
         for i, error in list(result.errors.items())[:SHOWN_ERRORS]:
             print(f"draftdial: {name}, {load.label}: request {i}: {error}", file=sys.stderr)
         run = {"arm": name, "workload": load.workload, "mode": load.mode, "load": load.value}
-        run |= figures(result, requests.warmup, self.args.slo_ttft, self.args.slo_tpot)
+        run |= figures(result, requests.warmup, self.limits.ttft_s, self.limits.tpot_s)
         return run | policy_figures(before, after)
 
     def _send(self, server: Server, requests: RequestList, seed: int) -> LoadResult:
         self._count += 1
-        bodies = self.asking.bodies(requests, seed, f"bench-{os.getpid()}-{self._count}")
+        bodies = self.work.asking.bodies(requests, seed, f"bench-{os.getpid()}-{self._count}")
 
         async def send() -> LoadResult:
-            client = StreamClient(server.url, self.args.api_key, self.args.timeout)
+            client = StreamClient(server.url, self._api_key, self.limits.timeout_s)
             try:
                 return await run_load(client, requests, bodies)
             finally:

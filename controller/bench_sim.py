@@ -9,14 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from draftdial.controller.cost_profile import CostProfile
-from draftdial.envs.closed_loop import stationary
-from draftdial.envs.episodes import Episodes
-from draftdial.envs.fitted_acceptance import FittedAcceptance
-from draftdial.envs.scenario import Scenario
-from draftdial.envs.simulated_engine import SimulatedEngine
-from draftdial.envs.vector_env import SpeculationVectorEnv
-
 CONCURRENCY = 32
 NUM_SERVERS = 64
 NUM_ENVS = 512
@@ -25,6 +17,14 @@ SECONDS = 5.0
 
 def bench() -> dict[str, float]:
     """Rounds per second at a mean batch near 32, and steps per second of the vector environment."""
+    from draftdial.controller.cost_profile import CostProfile
+    from draftdial.envs.closed_loop import stationary
+    from draftdial.envs.episodes import Episodes
+    from draftdial.envs.fitted_acceptance import FittedAcceptance
+    from draftdial.envs.scenario import Scenario
+    from draftdial.envs.simulated_engine import SimulatedEngine
+    from draftdial.envs.vector_env import SpeculationVectorEnv
+
     profile = CostProfile.load("h200-llama3-8b")
     source = FittedAcceptance(["chat"])
     lists = [stationary(CONCURRENCY, 40_000).requests(seed) for seed in range(NUM_SERVERS)]

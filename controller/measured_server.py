@@ -191,6 +191,7 @@ def flush_cache(server: Server) -> None:
         UserError: it never was.
     """
     deadline = time.monotonic() + FLUSH_S
+    wait_s = 0.01
     while True:
         try:
             server.post("/flush_cache", {})
@@ -198,4 +199,5 @@ def flush_cache(server: Server) -> None:
         except UserError:
             if time.monotonic() > deadline:
                 raise
-            time.sleep(0.2)
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, 0.2)

@@ -45,3 +45,12 @@ def span(text: str) -> tuple[int, int]:
     if found[0] >= found[1]:
         raise argparse.ArgumentTypeError(f"found {text}, allowed: LOW:HIGH, LOW below HIGH")
     return found
+
+
+def range_of(text: str) -> tuple[int, int]:
+    """`MIN:MAX`, two whole numbers that may be the same."""
+    least, _, most = text.partition(":")
+    found = (count(least), count(most or "0"))
+    if found[0] > found[1]:
+        raise argparse.ArgumentTypeError(f"found {text}, allowed: MIN:MAX, MIN not above MAX")
+    return found

@@ -9,16 +9,16 @@ import shlex
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from draftdial.controller.bench_arms import Arm
 from draftdial.controller.cost_profile import CostProfile
 from draftdial.controller.errors import UserError
 from draftdial.controller.files import atomic_write
 from draftdial.controller.number_arguments import count, counts, positive
-from draftdial.controller.validate_sim_log import log_cells
-from draftdial.controller.validate_sim_report import SCHEMA, as_csv, best_fixed_k, summary, table
-from draftdial.controller.validate_sim_server import server_cells
+from draftdial.controller.validate_sim_report import SCHEMA, Cell, as_csv, best_fixed_k, summary, table
 from draftdial.engine_patch.client import ServerRefused
+from draftdial.engine_patch.log_format import is_decision_log
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -30,26 +30,35 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "of",
-        metavar="URL|LOG",
-        help="a server that replays recorded acceptance and that nobody else uses, or a decision log",
+        nargs="+",
+        metavar="URL|BENCH.json|LOG",
+        help="a server that replays recorded acceptance and that nobody else uses; or what `draftdial bench` "
+        "measured on such; or a decision log",
     )
     parser.add_argument("--profile", required=True, metavar="P", help="of that server: a name or FILE.json")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/validate-sim"), metavar="FOLDER", help="(%(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print the document instead of the table")
-    served = parser.add_argument_group("with a URL")
-    served.add_argument(
+    both = parser.add_argument_group("with a URL or a BENCH.json")
+    both.add_argument(
         "--acceptance",
         action="append",
         default=[],
         metavar="[DOMAIN=]FILE",
         help="what the server replays, as it was given to `draftdial serve`",
     )
+    both.add_argument(
+        "--policy",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="an arm beside the fixed k: that of policy:NAME, NAME the file's without its ending",
+    )
+    served = parser.add_argument_group("with a URL")
     served.add_argument(
         "--closed", type=counts, default=(1, 8, 64), metavar="C,C", help="requests in the system (1,8,64)"
     )
-    served.add_argument("--policy", type=Path, metavar="FILE", help="an arm beside the fixed k")
     served.add_argument(
         "--deployed", type=Path, metavar="FILE", help="with --policy: the server's own policy, to put back"
     )
@@ -65,14 +74,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Write validate.json and validate.csv; 1 if a request failed, or the server refused."""
     profile = CostProfile.load(args.profile)
-    is_server = not Path(args.of).is_file()
-    if is_server and not args.acceptance:
-        raise UserError("--acceptance: none given, allowed: the files that the server replays")
     try:
-        cells = server_cells(args, profile) if is_server else log_cells(Path(args.of), profile)
+        cells = _cells(args, profile)
     except ServerRefused as refused:
-        print(f"draftdial: validate-sim: {args.of}: {refused}", file=sys.stderr)
+        print(f"draftdial: validate-sim: {args.of[0]}: {refused}", file=sys.stderr)
         return 1
+    best = best_fixed_k(cells)
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -81,11 +88,51 @@ def run(args: argparse.Namespace) -> int:
         "profile": profile.name,
         "of": args.of,
         "cells": cells,
-        "best_fixed_k": best_fixed_k(cells),
+        "best_fixed_k": best,
+        "summary": summary(cells, best),
     }
-    document["summary"] = summary(document)
     atomic_write(args.out / "validate.json", json.dumps(document, indent=1) + "\n")
     atomic_write(args.out / "validate.csv", as_csv(cells))
     print(json.dumps(document) if args.json else table(document))
     print(f"{args.out}: validate.json, validate.csv", file=sys.stderr)
     return 0
+
+
+def _cells(args: argparse.Namespace, profile: CostProfile) -> list[Cell]:
+    from draftdial.controller.validate_sim_acceptance import GivenAcceptance
+    from draftdial.controller.validate_sim_bench import ServedBench
+    from draftdial.controller.validate_sim_cells import bench_cells
+    from draftdial.controller.validate_sim_log import log_cells
+    from draftdial.controller.validate_sim_server import served
+
+    kinds = {_kind(text) for text in args.of}
+    if len(args.of) > 1 and kinds != {"bench"}:
+        raise UserError(
+            f"validate-sim: found {' '.join(args.of)}, allowed: one URL, one log, or one bench.json or more"
+        )
+    [kind] = kinds
+    if kind == "log":
+        return log_cells(Path(args.of[0]), profile)
+    acceptance = GivenAcceptance(args.acceptance)
+    policies = [Arm.parse(f"policy:{path}") for path in args.policy]
+    if kind == "url":
+        benches = [served(args, args.of[0], profile, acceptance, policies)]
+    else:
+        benches = [ServedBench.read(Path(path)) for path in args.of]
+    return bench_cells(benches, profile, acceptance, policies)
+
+
+def _kind(text: str) -> Literal["url", "bench", "log"]:
+    """What a user named.
+
+    Raises:
+        UserError: a file that is not there, or neither of the two kinds.
+    """
+    path = Path(text)
+    if "://" in text:
+        return "url"
+    if path.is_file():
+        return "log" if is_decision_log(path) else "bench"
+    if path.is_dir():
+        raise UserError(f"{text}: a folder, allowed: a file, such as its bench.json")
+    raise UserError(f"{text}: no such file, and no URL, which is written http://HOST:PORT")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,12 @@ FIGURES = ("output_tok_s", "e2e_mean_s", "ttft_mean_s", "tpot_mean_s")
 WASTED = "wasted_draft_share"
 """Depends on no time: where it differs, acceptance does. On the server it counts all rounds of a run."""
 
+WORST = 5
+"""Cells of the largest error that a summary names."""
+
 Cell = dict[str, Any]
-"""`arm`, `workload`, `load`; figures of `server` and `simulated`; `error`: simulated over server, less 1"""
+"""`acceptance`, `workload`, `load`, `arm`; `repeats`; figures of `server` and `simulated`; `error`: simulated
+over server, less 1"""
 
 _SHOWN = (("tok/s", "output_tok_s", 1.0, ".1f"), ("E2E s", "e2e_mean_s", 1.0, ".3f"))
 
@@ -25,56 +29,89 @@ def cell_of(
     arm: str,
     workload: str,
     load: float | None,
-    served: dict[str, float],
-    simulated: dict[str, float],
+    served: Mapping[str, float],
+    simulated: Mapping[str, float],
+    *,
+    acceptance: str = "",
+    repeats: int = 1,
 ) -> Cell:
-    """One way to choose k under one load; `load` is the concurrency, None for recorded arrivals."""
+    """One way to choose k under one load.
+
+    `load` is the concurrency, None where it is not one number; `acceptance` tells kinds of it apart.
+    """
     error = {name: simulated[name] / served[name] - 1.0 for name in FIGURES if name in served}
     return {
-        "arm": arm,
+        "acceptance": acceptance,
         "workload": workload,
         "load": load,
-        "server": served,
-        "simulated": simulated,
+        "arm": arm,
+        "repeats": repeats,
+        "server": dict(served),
+        "simulated": dict(simulated),
         "error": error,
     }
 
 
 def best_fixed_k(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """For each concurrency the fixed k of the highest throughput on both sides.
+    """For each acceptance and concurrency the fixed k of the highest throughput on both sides.
 
-    `loss` is the share of the server's best throughput that the simulator's choice would give away there:
-    where it is next to nothing, another best k means two tiers that tie.
+    `off` stands for k = 0 where that was not forced. `loss` is the share of the server's best throughput that
+    the simulator's choice would give away there: where it is next to nothing, another best k means two tiers
+    that tie.
     """
+    places: dict[tuple[str, float], dict[int, Cell]] = {}
+    for cell in sorted(cells, key=lambda cell: bool(cell["arm"] != "off")):
+        if cell["load"] is not None and (cell["arm"] == "off" or cell["arm"].startswith("fixed-")):
+            k = 0 if cell["arm"] == "off" else int(cell["arm"].removeprefix("fixed-"))
+            places.setdefault((cell["acceptance"], cell["load"]), {})[k] = cell
     found = []
-    for load in dict.fromkeys(cell["load"] for cell in cells if cell["load"] is not None):
-        fixed = {
-            int(cell["arm"].removeprefix("fixed-")): cell
-            for cell in cells
-            if cell["load"] == load and cell["arm"].startswith("fixed-")
-        }
+    for acceptance, load in dict.fromkeys((cell["acceptance"], cell["load"]) for cell in cells):
+        fixed = places.get((acceptance, load), {})
+        if len(fixed) < 2:
+            continue
         served, simulated = (
-            {k: cell[side]["output_tok_s"] for k, cell in fixed.items()} for side in ("server", "simulated")
+            {k: cell[side]["output_tok_s"] for k, cell in sorted(fixed.items())}
+            for side in ("server", "simulated")
         )
         best, guess = (max(rates, key=lambda k: rates[k]) for rates in (served, simulated))
-        loss = 1.0 - served[guess] / served[best]
-        found.append({"load": load, "server": best, "simulated": guess, "same": best == guess, "loss": loss})
+        found.append(
+            {
+                "acceptance": acceptance,
+                "load": load,
+                "server": best,
+                "simulated": guess,
+                "same": best == guess,
+                "loss": 1.0 - served[guess] / served[best],
+            }
+        )
     return found
 
 
-def summary(document: dict[str, Any]) -> dict[str, float | int | None]:
-    """Means over the cells, which weigh alike."""
-    cells, best = document["cells"], document["best_fixed_k"]
+def summary(cells: Sequence[Cell], best: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Means over the cells, which weigh alike; `best` is what `best_fixed_k` found in them."""
     throughput, latency = (
         [abs(cell["error"][name]) for cell in cells] for name in ("output_tok_s", "e2e_mean_s")
     )
+    of_fixed = [
+        error
+        for cell, error in zip(cells, throughput, strict=True)
+        if cell["arm"] == "off" or cell["arm"].startswith("fixed-")
+    ]
+    worst = sorted(zip(throughput, range(len(cells)), strict=True), reverse=True)[:WORST]
+    named = ("acceptance", "workload", "load", "arm")
     return {
         "num_cells": len(cells),
         "throughput_error_mean": float(np.mean(throughput)),
+        "throughput_error_mean_fixed_k": float(np.mean(of_fixed)) if of_fixed else None,
         "throughput_error_max": float(np.max(throughput)),
         "e2e_error_mean": float(np.mean(latency)),
         "e2e_error_max": float(np.max(latency)),
+        "worst_cells": [
+            {name: cells[i][name] for name in named} | {"throughput_error": cells[i]["error"]["output_tok_s"]}
+            for _, i in worst
+        ],
         "same_best_k_share": float(np.mean([row["same"] for row in best])) if best else None,
+        "best_k_loss_mean": float(np.mean([row["loss"] for row in best])) if best else None,
         "best_k_loss_max": float(max(row["loss"] for row in best)) if best else None,
     }
 
@@ -95,7 +132,7 @@ def table(document: dict[str, Any]) -> str:
     lines.append("")
     for best in document["best_fixed_k"]:
         lines.append(
-            f"C = {best['load']:g}: best fixed k: server {best['server']}, simulated {best['simulated']}"
+            f"{_named(best)}: best fixed k: server {best['server']}, simulated {best['simulated']}"
             + ("" if best["same"] else f", which loses {best['loss']:.1%} on the server")
         )
     found = document["summary"]
@@ -104,8 +141,17 @@ def table(document: dict[str, Any]) -> str:
         f"throughput {found['throughput_error_mean']:.1%} (most {found['throughput_error_max']:.1%}), "
         f"E2E {found['e2e_error_mean']:.1%} (most {found['e2e_error_max']:.1%})"
     )
+    if found["throughput_error_mean_fixed_k"] is not None:
+        lines.append(f"of fixed k alone: throughput {found['throughput_error_mean_fixed_k']:.1%}")
+    worst = (
+        f"{cell['arm']}, {_named(cell)} {cell['throughput_error']:+.1%}" for cell in found["worst_cells"]
+    )
+    lines.append(f"throughput is furthest off in: {'; '.join(worst)}")
     if found["same_best_k_share"] is not None:
-        lines.append(f"same best fixed k: {found['same_best_k_share']:.0%} of the loads")
+        lines.append(
+            f"same best fixed k: {found['same_best_k_share']:.0%} of the loads; the simulator's choice loses "
+            f"{found['best_k_loss_mean']:.1%} on average (most {found['best_k_loss_max']:.1%})"
+        )
     return "\n".join(lines)
 
 
@@ -113,7 +159,7 @@ def as_csv(cells: Sequence[Cell]) -> str:
     """A line a cell."""
     rows = []
     for cell in cells:
-        row = {name: cell[name] for name in ("arm", "workload", "load")}
+        row = {name: cell[name] for name in ("acceptance", "workload", "load", "arm", "repeats")}
         for side in ("server", "simulated", "error"):
             row |= {f"{side}_{name}": value for name, value in cell[side].items()}
         rows.append(row)
@@ -126,9 +172,14 @@ def as_csv(cells: Sequence[Cell]) -> str:
 
 
 def _row(cell: Cell) -> list[str]:
-    load = f", C = {cell['load']:g}" if cell["load"] is not None else f", {cell['workload']}"
-    row = [f"{cell['arm']}{load}"]
+    row = [f"{cell['arm']}, {_named(cell)}"]
     for _, name, factor, form in _SHOWN:
         row += [format(factor * cell[side][name], form) for side in ("server", "simulated")]
         row.append(f"{cell['error'][name]:+.1%}")
     return row
+
+
+def _named(place: Mapping[str, Any]) -> str:
+    """A load, and the acceptance it met where that has a name."""
+    load = f"C = {place['load']:g}" if place["load"] is not None else str(place["workload"])
+    return f"{place['acceptance']}, {load}" if place["acceptance"] else load

@@ -39,7 +39,7 @@ def test_errors_and_the_best_k_by_hand() -> None:
         (64, 0, 3, False),
     ]
     assert [row["loss"] for row in best] == pytest.approx([0.0, 0.025])
-    found = summary({"cells": cells, "best_fixed_k": best})
+    found = summary(cells, best)
     assert found["throughput_error_mean"] == pytest.approx((0.1 + 0.25 + 0 + 30 / 390) / 4)
     assert found["throughput_error_max"] == pytest.approx(0.25)
     assert found["same_best_k_share"] == 0.5 and found["best_k_loss_max"] == pytest.approx(0.025)

@@ -99,6 +99,30 @@ def test_both_sides_serve_the_same_requests_with_the_same_acceptance(
     ]
 
 
+def test_a_bench_that_was_served_is_compared_without_its_server(
+    server: SteeredServer, tmp_path: Path
+) -> None:
+    folder = server.folder
+    bench = ["bench", server.url, "--arms", "off", "fixed-3", "sglang-adaptive"]
+    bench += [f"policy:{folder / 'policy.safetensors'}", "steer", "--closed", "3", "--per-slot", "6"]
+    bench += ["--requests", "18", "--lengths", f"trace:{folder / 'lengths.csv'}", "--domains", "poor,good"]
+    bench += ["--domain-span", "4:6", "--repeats", "1", "--out", str(tmp_path / "bench")]
+    done = server.command(*bench)
+    assert done.returncode == 0, done
+    words = ["-m", "draftdial.controller.cli", "validate-sim", str(tmp_path / "bench" / "bench.json")]
+    words += ["--profile", str(folder / "measured.json"), "--policy", str(folder / "policy.safetensors")]
+    for name in MEANS:
+        words += ["--acceptance", str(folder / f"{name}.jsonl")]
+    done = trainer(*words, "--out", "out", folder=tmp_path)
+    assert done.returncode == 0 and "cannot be simulated, left out: steer" in done.stderr, done
+    cells = json.loads((tmp_path / "out" / "validate.json").read_text())["cells"]
+    assert [(cell["acceptance"], cell["arm"], cell["load"]) for cell in cells] == [
+        ("poor,good 4:6", arm, 3) for arm in ("off", "fixed-3", "sglang-adaptive", "policy:policy")
+    ]
+    served, simulated = (cells[1][side]["wasted_draft_share"] for side in ("server", "simulated"))
+    assert served == pytest.approx(simulated, abs=0.06), "the same acceptance on both sides"
+
+
 @pytest.mark.parametrize(
     ("files", "complaint"),
     [

@@ -1,0 +1,187 @@
+"""A benchmark that was served, and the same lists of requests in simulation."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftdial.controller.bench_report import SCHEMA
+from draftdial.controller.bench_work import Work, fingerprint
+from draftdial.controller.cost_profile import CostProfile
+from draftdial.controller.errors import UserError
+from draftdial.controller.files import sha256_of
+from draftdial.controller.policy import Policy
+from draftdial.controller.policy_file import PolicyFile, load_policy
+from draftdial.controller.rules import FixedK
+from draftdial.controller.sglang_rule import SglangRule
+from draftdial.controller.validate_sim_acceptance import GivenAcceptance
+from draftdial.controller.validate_sim_report import FIGURES, WASTED
+from draftdial.envs.evaluate import evaluate
+from draftdial.envs.simulated_engine import ServerOptions, SimulatedEngine
+
+Figures = dict[str, float]
+Run = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ServedBench:
+    """A `bench.json` of closed loops on a server that replays recorded acceptance."""
+
+    source: str
+    """Opens every complaint: a path, or the server's URL."""
+    document: dict[str, Any]
+    work: Work
+    runs: tuple[Run, ...]
+    """Those in which no request failed: the others are void."""
+
+    @classmethod
+    def read(cls, path: Path) -> ServedBench:
+        """The one in a file, which need not be finished.
+
+        Raises:
+            UserError: not a `bench.json`, or see `of`.
+        """
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError):
+            document = None
+        if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+            raise UserError(f"{path}: neither a decision log nor a bench.json (schema {SCHEMA})")
+        try:
+            return cls.of(document, str(path))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(f"{path}: not as `draftdial bench` writes it here: {error!r}") from None
+
+    @classmethod
+    def of(cls, document: dict[str, Any], source: str) -> ServedBench:
+        """The one of a document.
+
+        Raises:
+            UserError: its requests cannot be drawn again as they were served, or none was served.
+        """
+        options = document["options"]
+        if "closed" not in options or "policies" not in document:
+            raise UserError(
+                f"{source}: an older draftdial wrote it, without what its requests were drawn from"
+            )
+        if options["rates"] or options["trace"]:
+            raise UserError(f"{source}: has open loops, allowed: a bench of --closed and --swing")
+        if not options["domains"]:
+            raise UserError(
+                f"{source}: has no --domains, allowed: a bench with those that its server replays"
+            )
+        if options["stop_at_eos"]:
+            raise UserError(f"{source}: --stop-at-eos, allowed: a bench whose answers have the drawn lengths")
+        try:
+            work = Work.of(options)
+        except UserError as error:
+            raise UserError(f"{source}: its requests cannot be drawn again: {error}") from None
+        runs = tuple(run for run in document["runs"] if not run["failed"])
+        if not runs:
+            raise UserError(f"{source}: {len(document['runs'])} runs, none of them without failed requests")
+        bench = cls(source, document, work, runs)
+        bench._check_lists()
+        return bench
+
+    @property
+    def kind(self) -> str:
+        """What its acceptance is: the domains, and after how many requests they change."""
+        span = self.work.options["domain_span"]
+        return ",".join(self.work.options["domains"]) + (f" {span[0]}:{span[1]}" if span else "")
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """The server's, before the first run."""
+        status: dict[str, Any] = self.document["server"]["status"]
+        return status
+
+    @property
+    def num_void(self) -> int:
+        return len(self.document["runs"]) - len(self.runs)
+
+    def check(self, profile: CostProfile, acceptance: GivenAcceptance) -> None:
+        """UserError unless the simulation can mean the same server and the same arrays."""
+        check_server(self.status, self.source, profile, acceptance, self.work.options["domains"])
+
+    def simulated(
+        self, arm: str, profile: CostProfile, acceptance: GivenAcceptance, policies: Mapping[str, PolicyFile]
+    ) -> list[tuple[Run, Figures]] | None:
+        """Every run of an arm with its figures in simulation; None: the arm cannot be simulated.
+
+        Raises:
+            UserError: `policies` has another policy of that name.
+        """
+        policy = self._policy(arm, profile, policies)
+        runs = [run for run in self.runs if run["arm"] == arm]
+        if policy is None or not runs:
+            return None if policy is None else []
+        lists = [self.work.requests(self._load(run), run["seed"]) for run in runs]
+        bank = acceptance.bank(self.work.options["domains"])
+        options = ServerOptions(
+            # Without its parts, kv-only is warm.
+            off_mode="warm" if self.status.get("kv_only_fallback") else self.status["off_mode"],
+            lag=1 if self.document["server"]["disable_overlap_schedule"] else 2,
+        )
+        metrics = evaluate(policy, SimulatedEngine(lists, bank, profile, options))
+        columns = {name: getattr(metrics, name).tolist() for name in (*FIGURES, WASTED)}
+        figures = [{name: column[i] for name, column in columns.items()} for i in range(len(runs))]
+        known = [{name: value for name, value in row.items() if math.isfinite(value)} for row in figures]
+        return list(zip(runs, known, strict=True))
+
+    def _policy(self, arm: str, profile: CostProfile, policies: Mapping[str, PolicyFile]) -> Policy | None:
+        """A policy from a file prices by its own card, as it does on the server."""
+        if arm == "off":
+            return FixedK(profile.tiers, 0)
+        if arm.startswith("fixed-"):
+            return FixedK(profile.tiers, int(arm.removeprefix("fixed-")))
+        if arm == "sglang-adaptive":
+            return SglangRule(profile.tiers)
+        file = policies.get(arm)
+        if file is None:
+            return None
+        sha256, wanted = sha256_of(file.data), self.document["policies"].get(arm)
+        if sha256 != wanted:
+            raise UserError(
+                f"{file.source}: found sha256 {sha256[:12]}, allowed: {wanted[:12]}, as {self.source} ran"
+            )
+        return load_policy(file)
+
+    def _load(self, run: Run) -> Any:
+        return next(
+            load for load in self.work.loads if (load.workload, load.value) == (run["workload"], run["load"])
+        )
+
+    def _check_lists(self) -> None:
+        """UserError unless the lists are those that were served: a file of lengths may have changed."""
+        served = {(run["workload"], run["load"], run["seed"]): run for run in self.runs}
+        for run in served.values():
+            load = self._load(run)
+            found = fingerprint(self.work.requests(load, run["seed"]))
+            if found != run["list"]:
+                raise UserError(
+                    f"{self.source}: {load.label}, seed {run['seed']}: found list {found}, allowed: "
+                    f"{run['list']}, which was served: have its files changed?"
+                )
+
+
+def check_server(
+    status: Mapping[str, Any],
+    source: str,
+    profile: CostProfile,
+    acceptance: GivenAcceptance,
+    domains: Sequence[str],
+) -> None:
+    """UserError unless server, profile and files mean the same tiers and arrays; `domains` are served."""
+    replayed = str(status.get("acceptance_replay", ""))
+    if not replayed:
+        raise UserError(
+            f"{source}: replays no recorded acceptance: start it with `draftdial serve --replay-acceptance`"
+        )
+    acceptance.check(replayed, source, domains)
+    tiers = [int(k) for k in status["tiers"].split(",")]
+    if tiers != list(profile.tiers):
+        raise UserError(f"{source}: tiers: found {tiers}, allowed: {list(profile.tiers)}, of {profile.name}")

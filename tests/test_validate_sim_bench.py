@@ -1,0 +1,185 @@
+"""`draftdial validate-sim` on benches that were served: by a simulated server, which must be met exactly."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from simulated_bench import CONCURRENCIES, MEANS, SimulatedBenches
+
+from draftdial.controller.cli import main
+from draftdial.controller.cost_profile import CostProfile
+from draftdial.controller.policy_file import PolicyFile
+
+
+@pytest.fixture
+def served(
+    make_profile: Callable[..., CostProfile], make_policy_file: Callable[..., PolicyFile], tmp_path: Path
+) -> SimulatedBenches:
+    profile = make_profile()
+    (tmp_path / "server.json").write_text(json.dumps(profile.document))
+    return SimulatedBenches(tmp_path, profile, make_policy_file(3))
+
+
+def command(
+    served: SimulatedBenches, *benches: Path | str, files: tuple[str, ...] = tuple(MEANS)
+) -> list[str]:
+    words = ["validate-sim", *map(str, benches), "--profile", str(served.folder / "server.json")]
+    for name in files:
+        words += ["--acceptance", str(served.files[name])]
+    return [*words, "--out", str(served.folder / "out")]
+
+
+def document_of(served: SimulatedBenches) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((served.folder / "out" / "validate.json").read_text())
+    return document
+
+
+def test_three_kinds_of_acceptance_give_one_summary_and_a_best_k_each(
+    served: SimulatedBenches, capsys: pytest.CaptureFixture[str]
+) -> None:
+    benches = [
+        served.bench("good.json", "good"),
+        served.bench("drifting.json", "poor", "good", span=(5, 9)),
+        served.bench("poor.json", "poor"),
+    ]
+    assert main([*command(served, *benches), "--policy", str(served.policy)]) == 0
+    document = document_of(served)
+    kinds = ["good", "poor,good 5:9", "poor"]
+    assert [
+        (cell["acceptance"], cell["arm"], cell["load"], cell["repeats"]) for cell in document["cells"]
+    ] == [(kind, arm, load, 2) for kind in kinds for arm in served.deciders for load in CONCURRENCIES]
+    for cell in document["cells"]:
+        assert list(cell["error"].values()) == pytest.approx([0.0] * 4, abs=1e-9), cell
+        assert cell["server"].get("wasted_draft_share") == cell["simulated"].get("wasted_draft_share")
+    best = document["best_fixed_k"]
+    assert [(row["acceptance"], row["load"]) for row in best] == [
+        (a, c) for a in kinds for c in CONCURRENCIES
+    ]
+    assert {row["server"] for row in best if row["acceptance"] == "good"} == {3}
+    assert all(row["same"] and row["loss"] == 0.0 for row in best)
+    assert document["summary"]["num_cells"] == 30 and document["summary"]["same_best_k_share"] == 1.0
+    out, error = capsys.readouterr()
+    assert "poor,good 5:9, C = 4: best fixed k" in out and "left out: steer" in error
+
+
+def test_a_bench_that_was_cut_short_and_void_runs(
+    served: SimulatedBenches, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = json.loads(served.bench("whole.json", "good").read_text())
+    runs = whole["runs"][:7]  # off in both repeats, one repeat of fixed-1, half a repeat more
+    runs[1] |= {"failed": 2, "output_tok_s": 1.0}
+    cut = served.folder / "cut.json"
+    cut.write_text(json.dumps(whole | {"runs": runs}))
+    assert main(command(served, cut)) == 0
+    document = document_of(served)
+    assert [(cell["arm"], cell["load"], cell["repeats"]) for cell in document["cells"]] == [
+        ("off", 1.0, 2),
+        ("off", 4.0, 1),
+        ("fixed-1", 1.0, 2),
+        ("fixed-1", 4.0, 1),
+    ]
+    assert document["summary"]["throughput_error_max"] < 1e-9
+    error = capsys.readouterr().err
+    assert "1 runs are void and left out" in error and "policy:mine" in error
+
+
+def test_further_repeats_join_their_cell_and_a_server_that_is_slower_shows(served: SimulatedBenches) -> None:
+    first, again = served.bench("first.json", "good"), served.bench("again.json", "good")
+    slower = json.loads(again.read_text())
+    for run in slower["runs"]:
+        run["output_tok_s"] *= 0.5
+    again.write_text(json.dumps(slower))
+    assert main(command(served, first, again)) == 0
+    document = document_of(served)
+    assert {cell["repeats"] for cell in document["cells"]} == {4}
+    assert document["summary"]["throughput_error_mean"] == pytest.approx(1 / 0.75 - 1)
+    assert document["summary"]["throughput_error_mean_fixed_k"] == pytest.approx(1 / 0.75 - 1)
+    assert len(document["summary"]["worst_cells"]) == 5
+
+
+def changed(served: SimulatedBenches, **options: Any) -> Path:
+    """A bench of other options than those that were served."""
+    document = json.loads(served.bench("bench.json", "good").read_text())
+    document["options"] |= options
+    (served.folder / "bench.json").write_text(json.dumps(document))
+    return served.folder / "bench.json"
+
+
+@pytest.mark.parametrize(
+    ("make", "files", "complaint"),
+    [
+        (lambda served: changed(served, rates=[2.0]), tuple(MEANS), "has open loops"),
+        (lambda served: changed(served, domains=[]), tuple(MEANS), "has no --domains"),
+        (lambda served: changed(served, stop_at_eos=True), tuple(MEANS), "--stop-at-eos"),
+        (
+            lambda served: changed(served, prompts="gone.jsonl"),
+            tuple(MEANS),
+            "drawn again: prompts gone.jsonl",
+        ),
+        (lambda served: changed(served, per_slot=7), tuple(MEANS), "found list .*, which was served"),
+        (lambda served: changed(served), ("good", "poor"), "found arrays of sha256 [0-9a-f]{12}, allowed"),
+        (lambda served: changed(served), ("poor",), "--acceptance: found poor, allowed: good, too"),
+        (lambda served: changed(served), (), "--acceptance: none given"),
+        (lambda served: served.bench("b.json", "good", options={}), ("good",), "an older draftdial wrote it"),
+        (lambda served: served.bench("b.json", "good", runs=[]), ("good",), "0 runs, none of them without"),
+        (
+            lambda served: served.bench("b.json", "good", runs=[{}]),
+            ("good",),
+            "not as `draftdial bench` writes",
+        ),
+        (lambda served: served.bench("b.json", "good", schema="x"), ("good",), "neither a decision log nor"),
+    ],
+)
+def test_a_bench_that_cannot_be_simulated_is_one_line(
+    served: SimulatedBenches,
+    capsys: pytest.CaptureFixture[str],
+    make: Callable[[SimulatedBenches], Path],
+    files: tuple[str, ...],
+    complaint: str,
+) -> None:
+    assert main(command(served, make(served), files=files)) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and re.search(complaint, error), error
+    assert not (served.folder / "out").exists()
+
+
+def test_another_policy_of_the_same_name_is_refused(
+    served: SimulatedBenches, make_policy_file: Callable[..., PolicyFile], capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = served.bench("bench.json", "good")
+    served.policy.write_bytes(make_policy_file(1).data)
+    assert main([*command(served, bench), "--policy", str(served.policy)]) == 2
+    assert "mine.safetensors: found sha256" in capsys.readouterr().err
+    other = served.policy.rename(served.folder / "other.safetensors")
+    assert main([*command(served, bench), "--policy", str(other)]) == 2
+    assert "--policy: found policy:other, allowed: what is an arm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["missing.log"], "missing.log: no such file, and no URL, which is written http://HOST:PORT"),
+        (["folder"], "folder: a folder, allowed: a file, such as its bench.json"),
+        (["text.log"], "text.log: neither a decision log nor a bench.json"),
+        (["text.log", "http://127.0.0.1:1"], "allowed: one URL, one log, or one bench.json or more"),
+        (["http://127.0.0.1:1"], "http://127.0.0.1:1: cannot reach the server"),
+    ],
+)
+def test_what_is_named_must_be_one_of_the_three(
+    served: SimulatedBenches,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    complaint: str,
+) -> None:
+    monkeypatch.chdir(served.folder)
+    (served.folder / "text.log").write_text("round 1\n")
+    (served.folder / "folder").mkdir()
+    assert main(command(served, *words)) == 2
+    error = capsys.readouterr().err
+    assert complaint in error and error.count("\n") == 1
