@@ -1,4 +1,4 @@
-"""Off mode `kv-only`: a round at k = 0 keeps the draft's KV and leaves out the rest of the draft.
+"""Off mode `kv-only`: a round at k = 0 leaves out the draft; its KV is made good before anything reads it.
 
 What the first speculating round needs besides, the draft's hidden state and first token, comes from one
 ordinary round at k = 0 just before it: "on" becomes "one warm round, then on". docs/off.md has the reasons.
@@ -12,12 +12,15 @@ from typing import Any, NamedTuple
 
 from draftdial.controller.cost_profile import OffMode
 from draftdial.engine_patch import compat, rank_agreement
+from draftdial.engine_patch.kv_only_backlog import Backlog, Owed
 from draftdial.engine_patch.kv_only_projection import DraftKv, obstacle
 from draftdial.engine_patch.rank_agreement import Vote
 
 logger = logging.getLogger(__name__)
 
-TARGET = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker._draft_extend_for_decode"
+_WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
+TARGET = f"{_WORKER}._draft_extend_for_decode"
+PREFILL = f"{_WORKER}._draft_extend_for_prefill"
 
 TOLERANCE = 0.05
 """Most that the projection may differ from what the draft wrote, as a share of the largest entry. Types of
@@ -37,10 +40,8 @@ def start(scheduler: Any) -> KvOnly:
 
 
 class Projected(NamedTuple):
-    """Of one round, a row for each request; tensors."""
+    """`(rows, num_heads, width of a head)`"""
 
-    token_ids: Any
-    fused: Any
     key: Any
     value: Any
 
@@ -87,7 +88,8 @@ class KvOnly:
     """This off mode in one process; the same happens on every rank.
 
     The first round that would leave the draft out runs it all the same and compares what it wrote with the
-    projection: only then is that trusted. Any exception makes k = 0 `warm` for good.
+    projection: only then is that trusted. Any exception makes k = 0 `warm` for good; what was owed by then
+    stays unwritten.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -98,6 +100,7 @@ class KvOnly:
         self.restart = WarmRestart()
         self._scheduler = scheduler
         self._draft_kv: DraftKv | None = None
+        self._backlog = Backlog()
         self._is_proven = False
         self._agree(self._prepared)
 
@@ -110,23 +113,34 @@ class KvOnly:
     ) -> Any:
         """In place of SGLang's draft extend after a decode round; see `around_draft_extend_for_decode`."""
         if not self.restart.leaves_out or self.fallback:
+            self.settle()
             return original(worker, batch, result, **kwargs)
         if not self._is_proven:
             return self._prove(original, worker, batch, result, **kwargs)
-        try:
-            self._project(batch, result)
-            self.num_rounds += 1
-        except Exception as error:
-            self._fall_back(f"{type(error).__name__}: {error}")
+        owed = _owed(batch, result)
+        self._owe(owed, [request.rid for request in batch.reqs])
+        if self.fallback:
             return original(worker, batch, result, **kwargs)
+        self._fill(result.next_draft_input, owed)
+        self.num_rounds += 1
         return None
+
+    def settle(self) -> None:
+        """Write all of the draft's KV that is owed: something is about to read it, or to reuse its slots."""
+        owed = self._backlog.take()
+        if owed is not None:
+            self._attempt(self._write, owed)
 
     def _prepared(self) -> str:
         """Get hold of the draft's projections; why that cannot be, if so."""
         from sglang.srt.plugins.hook_registry import HookRegistry
 
-        if TARGET not in getattr(HookRegistry, "_patched", {TARGET}):
-            return f"this SGLang has no {TARGET}"
+        missing = {TARGET, PREFILL} - set(getattr(HookRegistry, "_patched", {TARGET, PREFILL}))
+        if missing:
+            return f"this SGLang has no {min(missing)}"
+        arguments = self._scheduler.server_args
+        if arguments.enable_hierarchical_cache or arguments.disaggregation_mode != "null":
+            return "this server copies KV elsewhere"
         runner = self._scheduler.model_worker.draft_worker.draft_runner
         is_multimodal = bool(getattr(self._scheduler.model_config, "is_multimodal", False))
         reason = obstacle(runner, compat.release(), is_multimodal=is_multimodal)
@@ -138,37 +152,48 @@ class KvOnly:
         self, original: Callable[..., Any], worker: Any, batch: Any, result: Any, **kwargs: Any
     ) -> Any:
         """Run the draft, and compare what it writes with the projection made before."""
-        slots, projected, reason = batch.out_cache_loc, None, ""
+        owed, projected, reason = _owed(batch, result), None, ""
         try:
-            projected = self._projected(batch, result)
+            projected = self._projected(owed)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
         returned = original(worker, batch, result, **kwargs)
         self.restart.is_cold, self._is_proven = False, True
-        self._agree(lambda: reason or self._difference(projected, slots))
+        self._agree(lambda: reason or self._difference(projected, owed.slots))
         return returned
 
-    def _project(self, batch: Any, result: Any) -> None:
-        """Write the draft's KV of the token that the round has added to each request.
+    def _owe(self, owed: Owed, requests: list[str]) -> None:
+        """Keep what a round needs, or write it where it is too much to be kept."""
+        if not self._backlog.takes(owed, requests):
+            self.settle()
+        if self._backlog.takes(owed, requests):
+            self._attempt(self._backlog.add, owed, requests)
+        else:
+            self._attempt(self._write, owed)
 
-        What the next round at k > 0 would begin with is filled with what is at hand: none comes before a
-        round that runs the draft.
-        """
+    def _attempt(self, step: Callable[..., None], *args: Any) -> None:
+        try:
+            step(*args)
+        except Exception as error:
+            self._fall_back(f"{type(error).__name__}: {error}")
+
+    def _write(self, owed: Owed) -> None:
+        assert self._draft_kv is not None
+        self._draft_kv.write(owed.slots, *self._projected(owed))
+
+    def _projected(self, owed: Owed) -> Projected:
+        assert self._draft_kv is not None
+        fused = self._draft_kv.fused(owed.hidden)
+        return Projected(*self._draft_kv.project(owed.token_ids.long(), fused, owed.positions))
+
+    def _fill(self, after: Any, owed: Owed) -> None:
+        """Shape what a next round at k > 0 would begin with; no value matters, since the draft runs first."""
         import torch
 
-        projected = self._projected(batch, result)
         assert self._draft_kv is not None
-        self._draft_kv.write(batch.out_cache_loc, projected.key, projected.value)
-        after, token_ids = result.next_draft_input, projected.token_ids
-        after.topk_index = token_ids[:, None]
-        after.topk_p = torch.ones((len(token_ids), 1), dtype=torch.float32, device=token_ids.device)
-        after.hidden_states = projected.fused
-
-    def _projected(self, batch: Any, result: Any) -> Projected:
-        draft_kv, token_ids = self._draft_kv, result.next_token_ids.long()
-        assert draft_kv is not None
-        fused = draft_kv.fused(result.logits_output.hidden_states)
-        return Projected(token_ids, fused, *draft_kv.project(token_ids, fused, batch.seq_lens))
+        after.topk_index = owed.token_ids.long()[:, None]
+        after.topk_p = torch.ones_like(after.topk_index, dtype=torch.float32)
+        after.hidden_states = owed.hidden[:, : self._draft_kv.width]
 
     def _difference(self, projected: Projected | None, slots: Any) -> str:
         """How the projection differs from what the draft has just written; empty if it does not."""
@@ -195,6 +220,12 @@ class KvOnly:
             logger.warning("draftdial: off mode kv-only: k = 0 stays warm: %s", reason)
 
 
+def _owed(batch: Any, result: Any) -> Owed:
+    """Of the token that a round has added to each of its requests."""
+    hidden = result.logits_output.hidden_states
+    return Owed(hidden, result.next_token_ids, batch.seq_lens, batch.out_cache_loc)
+
+
 def around_draft_extend_for_decode(
     original: Callable[..., Any], worker: Any, batch: Any, result: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -204,6 +235,15 @@ def around_draft_extend_for_decode(
     return _current.extend(original, worker, batch, result, **kwargs)
 
 
+def before_draft_extend_for_prefill(*_args: Any, **_kwargs: Any) -> None:
+    """BEFORE `EagleDraftWorker._draft_extend_for_prefill`, which reads prefixes and reuses slots."""
+    if _current is not None:
+        _current.settle()
+
+
 def hooks() -> list[compat.Hook]:
     """What a server with this off mode hooks besides."""
-    return [compat.Hook(TARGET, "around", around_draft_extend_for_decode)]
+    return [
+        compat.Hook(TARGET, "around", around_draft_extend_for_decode),
+        compat.Hook(PREFILL, "before", before_draft_extend_for_prefill),
+    ]

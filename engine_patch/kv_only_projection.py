@@ -31,6 +31,8 @@ class DraftKv:
         self._layer = self._model.layers[0]
         self._attention = self._layer.self_attn
         self._pool = runner.token_to_kv_pool
+        self.width: int = self._model.config.hidden_size
+        """Of the draft's hidden state."""
         # The rotation wants queries beside its keys. As many heads of them as there are of keys will do.
         self._first_row = self._attention.q_size - self._attention.kv_size
 

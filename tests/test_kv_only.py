@@ -9,18 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from assumed_kv_only import assumed_kv_only
 from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_double import SchedulerDouble
 from test_dial import TIERS, Scripted, Stock
 
-from draftdial.controller.assumed_kv_only import assumed_kv_only
 from draftdial.controller.cost_profile import CostProfile
 from draftdial.controller.errors import UserError
 from draftdial.controller.policy_export import rule_file
 from draftdial.controller.rules import FixedK, Threshold
 from draftdial.engine_patch.dial import Dial, Loaded
-from draftdial.engine_patch.kv_only import KvOnly, WarmRestart
+from draftdial.engine_patch.kv_only import KvOnly, WarmRestart, before_draft_extend_for_prefill
+from draftdial.engine_patch.kv_only_backlog import Backlog
 from draftdial.engine_patch.kv_only_projection import obstacle
 from draftdial.engine_patch.launch_checks import SKIP
 from draftdial.engine_patch.server_tiers import off_mode_of
@@ -220,10 +221,13 @@ def test_the_variable_says_kv_only_or_nothing() -> None:
 class Draft:
     """The draft's projections and pool in one: `write` keeps what `project` gives, the draft writes ones."""
 
+    width = 2
+
     def __init__(self, projected: float, fails: bool) -> None:
         self.projected, self.fails = projected, fails
-        self.pool = torch.zeros(3, 1, 2)
-        self.num_writes = 0
+        self.pool = torch.zeros(9, 1, 2)
+        self.writes: list[list[int]] = []
+        """The slots of each."""
 
     def fused(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden
@@ -235,7 +239,7 @@ class Draft:
         return entry, entry.clone()
 
     def write(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        self.num_writes += 1
+        self.writes.append(slots.tolist())
         self.pool[slots] = key
 
     def written(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -243,22 +247,27 @@ class Draft:
 
 
 @pytest.fixture
-def round_at_zero(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[KvOnly, Draft, Callable[[], int]]]:
+def round_at_zero(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[KvOnly, Draft, Callable[..., int]]]:
     """A process with a `Draft`, and a function that runs a round at k = 0: how often did the draft run?"""
 
-    def make(projected: float = 1.0, fails: bool = False) -> tuple[KvOnly, Draft, Callable[[], int]]:
+    def make(projected: float = 1.0, fails: bool = False) -> tuple[KvOnly, Draft, Callable[..., int]]:
         monkeypatch.setattr(KvOnly, "_prepared", lambda self: "")
         monkeypatch.setattr("draftdial.engine_patch.rank_agreement.gather", lambda _, vote: [vote])
         kv_only, draft, runs = KvOnly(None), Draft(projected, fails), []
+        monkeypatch.setattr("draftdial.engine_patch.kv_only._current", kv_only)
         kv_only._draft_kv = draft  # type: ignore[assignment]
 
         def original(*_: Any) -> None:
             runs.append(1)
             draft.pool[:] = 1.0
 
-        def run() -> int:
+        def run(slots: tuple[int, int] = (0, 2), requests: str = "ab") -> int:
             assert kv_only.decide(0) == 0
-            batch = SimpleNamespace(out_cache_loc=torch.tensor([0, 2]), seq_lens=torch.tensor([5, 9]))
+            batch = SimpleNamespace(
+                out_cache_loc=torch.tensor(slots),
+                seq_lens=torch.tensor([5, 9]),
+                reqs=[SimpleNamespace(rid=rid) for rid in requests],
+            )
             result = SimpleNamespace(
                 next_token_ids=torch.tensor([7, 8], dtype=torch.int32),
                 logits_output=SimpleNamespace(hidden_states=torch.ones(2, 4)),
@@ -276,8 +285,44 @@ def round_at_zero(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[KvOnly
 def test_the_first_round_runs_the_draft_and_the_next_ones_do_not(round_at_zero: Factory) -> None:
     kv_only, draft, run = round_at_zero()
     assert [run() for _ in range(3)] == [1, 0, 0]
-    assert (kv_only.fallback, kv_only.num_rounds, draft.num_writes) == ("", 2, 2)
+    assert (kv_only.fallback, kv_only.num_rounds, draft.writes) == ("", 2, [])
     assert (kv_only.decide(3), kv_only.decide(3)) == (0, 3)
+
+
+def test_what_is_owed_is_written_at_once_before_the_draft_runs(round_at_zero: Factory) -> None:
+    kv_only, draft, run = round_at_zero()
+    run()
+    draft.pool[:] = 0.0
+    assert [run(slots=slots) for slots in ((1, 2), (3, 4), (5, 6))] == [0, 0, 0]
+    assert draft.writes == []
+    assert kv_only.decide(3) == 0  # the round that warms up
+    kv_only.settle()
+    assert draft.writes == [[1, 2, 3, 4, 5, 6]]
+    assert draft.pool.sum(dim=(1, 2)).tolist() == [0, 2, 2, 2, 2, 2, 2, 0, 0]
+    kv_only.settle()
+    assert len(draft.writes) == 1
+
+
+def test_a_slot_that_changes_hands_keeps_what_its_last_owner_wrote(round_at_zero: Factory) -> None:
+    _, draft, run = round_at_zero()
+    run()
+    run(slots=(1, 2), requests="ab")
+    run(slots=(3, 1), requests="bc")  # a has ended
+    assert draft.writes == [[1, 2]]
+    before_draft_extend_for_prefill()
+    assert draft.writes == [[1, 2], [3, 1]]
+
+
+def test_no_more_is_owed_than_there_is_room_for(round_at_zero: Factory) -> None:
+    kv_only, draft, run = round_at_zero()
+    run()
+    kv_only._backlog = Backlog(capacity=4)
+    for slots in ((1, 2), (3, 4), (5, 6)):
+        run(slots=slots)
+    assert draft.writes == [[1, 2, 3, 4]]
+    kv_only._backlog = Backlog(capacity=1)
+    run(slots=(7, 8))
+    assert draft.writes[1:] == [[7, 8]]
 
 
 def test_the_first_round_leaves_the_draft_warm(round_at_zero: Factory) -> None:
@@ -291,7 +336,7 @@ def test_a_projection_that_differs_is_never_used(round_at_zero: Factory, project
     kv_only, draft, run = round_at_zero(projected)
     assert [run() for _ in range(3)] == [1, 1, 1]
     assert "the draft's keys differ from their projection" in kv_only.fallback
-    assert (kv_only.num_rounds, draft.num_writes, kv_only.decide(3)) == (0, 0, 3)
+    assert (kv_only.num_rounds, draft.writes, kv_only.decide(3)) == (0, [], 3)
 
 
 @pytest.mark.parametrize("fails_first", [True, False])
@@ -301,7 +346,7 @@ def test_a_projection_that_raises_is_never_used_again(round_at_zero: Factory, fa
     if not fails_first:
         assert run() == 0
         draft.fails = True
-        assert run() == 1
+        assert run(requests="bc") == 1
     assert kv_only.fallback == "RuntimeError: no such kernel"
     draft.fails = False
     assert run() == 1 and kv_only.decide(3) == 3

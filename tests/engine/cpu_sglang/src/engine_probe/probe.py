@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from draftdial.controller import policy_weights
+from draftdial.engine_patch import kv_only
 from draftdial.engine_patch.kv_only_projection import DraftKv
 from draftdial.engine_patch.lockstep import Lockstep
 from draftdial.engine_patch.round_outcomes import FinishedRound
@@ -92,6 +93,7 @@ class Probe:
     def releasing(self, req: Any, *_args: Any, **_kwargs: Any) -> None:
         if self.worker is None or not str(req.rid).startswith("kv-"):
             return
+        kv_only.before_draft_extend_for_prefill()  # as whatever reads the draft's KV next would
         pool = self.worker.draft_worker.draft_runner.token_to_kv_pool
         row = req.kv.req_pool_idx if hasattr(req.kv, "req_pool_idx") else req.req_pool_idx
         num_tokens = len(req.origin_input_ids) + len(req.output_ids) - 1  # the last one was never fed back
