@@ -1,0 +1,30 @@
+# Sourced by the scripts beside it: servers of a Llama-3.1-8B shape with random weights, each on one GPU and a port of
+# its own. Needs SGLang and draftdial on this machine's Python path.
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+dial="python3 -m draftdial.controller.cli"
+shapes=$(mktemp -d)
+python3 "$here/llama_shapes.py" "$shapes"
+graphs=${GRAPHS:-1 2 4 8 16 24 32 48 64 96 128 192 256}
+target=(--model-path "$shapes/target" --load-format dummy --skip-tokenizer-init --dtype bfloat16
+  --attention-backend fa3 --sampling-backend pytorch --disable-radix-cache --context-length 10240
+  --max-running-requests 258 --cuda-graph-bs-decode $graphs --disable-prefill-cuda-graph
+  --disable-flashinfer-autotune --stream-interval 8 --host 127.0.0.1)
+draft=(--speculative-algorithm EAGLE3 --speculative-draft-model-path "$shapes/draft")
+
+get() { python3 -c 'import sys, urllib.request as u; print(u.urlopen(sys.argv[1], timeout=5).read().decode())' "$1"; }
+
+# start GPU LOG SERVE_ARGUMENTS...: in the background; its process is $!
+start() {
+  local gpu=$1 log=$2
+  shift 2
+  CUDA_VISIBLE_DEVICES=$gpu $dial serve "$@" >"$log" 2>&1 &
+}
+
+# await URL PROCESS LOG: until the server answers; 1, and the end of its log, if it ended first
+await() {
+  until get "$1/health" >/dev/null 2>&1; do
+    kill -0 "$2" 2>/dev/null || { tail -40 "$3"; return 1; }
+    sleep 1
+  done
+  echo "$1 is up after $SECONDS s"
+}
