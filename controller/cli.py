@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from draftdial.controller.errors import UserError
 
 COMMANDS = {
-    "train": ("controller.train", "train a policy by PPO and export it"),
-    "compare": ("controller.compare", "compare policy files with every rival, in simulation"),
-    "tune": ("controller.tune", "tune the rivals on training seeds"),
+    "train": ("controller.train_command", "train a policy by PPO and export it"),
+    "compare": ("controller.compare_command", "compare policy files with every rival, in simulation"),
+    "tune": ("controller.tune_command", "tune the rivals on training seeds"),
     "inspect": ("controller.inspect_policy", "print a policy file's card and a picture of its choices"),
     "export-rule": ("controller.export_rule", "write a rule as a policy file"),
     "profile": ("controller.profile_server", "measure a server and write its cost profile"),
@@ -20,7 +20,7 @@ COMMANDS = {
     "validate-sim": ("controller.validate_sim", "compare the simulator with a server, on one load"),
     "bench-sim": ("controller.bench_sim", "time the simulator"),
     "bench-decide": ("controller.bench_decide", "time a decision on a server's launch path"),
-    "toy": ("controller.toy", "compare the learner with an exact dynamic programme"),
+    "toy": ("controller.toy_command", "compare the learner with an exact dynamic programme"),
     "serve": ("engine_patch.serve", "start SGLang with a policy in its decode loop"),
     "doctor": ("engine_patch.doctor", "say whether a server would be steered, and if not, why"),
     "status": ("engine_patch.status_command", "ask a running server what its policy does"),
@@ -31,10 +31,14 @@ COMMANDS = {
     "record-acceptance": ("controller.record_acceptance", "record acceptance at every output position"),
     "demo": ("controller.demo", "train, export and compare"),
 }
-"""Module and summary; a module is imported only when called, as training needs more than inspecting."""
+"""Module and summary. A module adds its arguments with the core installation alone; what more a command needs
+is imported when it runs."""
 
 _FORWARDING = ("serve", "doctor", "profile")
 """Commands whose arguments after `--` are SGLang's."""
+
+_FLAGS_ANYWHERE = ("train",)
+"""Commands whose options take no value: these may stand between the others, which argparse would refuse."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,6 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if called in _FORWARDING and "--" in arguments:
             dashes = arguments.index("--")
             arguments, forwarded = arguments[:dashes], arguments[dashes + 1 :]
+        if called in _FLAGS_ANYWHERE:
+            behind = arguments.index(called) + 1
+            arguments[behind:] = sorted(arguments[behind:], key=lambda argument: not argument.startswith("-"))
         args = parser.parse_args(arguments, argparse.Namespace(engine_arguments=forwarded))
         status: int = args.run(args)
         return status

@@ -21,7 +21,7 @@ from draftdial.controller.policy_card import canonical
 from draftdial.controller.policy_file import PolicyFile, read
 from draftdial.controller.report import print_report, write_report
 from draftdial.controller.rivals import Scores, rival_names, rivals
-from draftdial.controller.tune import Bar, Tuned, add_setting, cached_tune, checked_jobs, progress_bar
+from draftdial.controller.tune import Bar, Tuned, cached_tune, checked_jobs, progress_bar
 from draftdial.envs.contenders import Contender, Exported, Server, deployed
 from draftdial.envs.simulated_engine import ServerOptions
 from draftdial.envs.suite import (
@@ -149,18 +149,6 @@ def _seed_ranges(cells: Sequence[Cell], counts: Mapping[Cell, int], suite: Suite
 
 def _label(cell: Cell) -> str:
     return cell.workload if cell.load is None else f"{cell.workload} {cell.load:g}"
-
-
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `compare` to the commands."""
-    parser = subparsers.add_parser("compare", help="compare policy files with every rival, in simulation")
-    parser.add_argument("policy", nargs="+", type=Path, help="policy files, learned or rules")
-    add_setting(parser, None)
-    parser.add_argument("--against", nargs="+", metavar="RIVAL", help="rivals by name (default: all)")
-    parser.add_argument("--seeds", type=int, help="seeds a cell starts with (default: 6, with --full 16)")
-    parser.add_argument("--max-seeds", type=int, help="seeds a cell may grow to (default: 6, with --full 48)")
-    parser.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder for tables and plots")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -239,6 +239,10 @@ class CostProfile:
         """Those whose times it has, in the order of their rows."""
         return [OFF_MODE_OF_ROW[row] for row in self.rows if row in OFF_MODE_OF_ROW]
 
+    def check_off_mode(self, off_mode: OffMode) -> None:
+        """UserError unless it has times of this off mode."""
+        self._of(self._round_tables, off_mode)
+
     def _columns(self, off_mode: OffMode) -> IntArray:
         """Rows that make up the tiers in this off mode, shape `(num_tiers,)`."""
         return np.array([self.off_modes.index(off_mode), *range(len(self.off_modes), len(self.rows))])

@@ -9,8 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from draftdial.controller import compare
-from draftdial.controller import train as training
+from draftdial.controller import compare_command
 from draftdial.controller.errors import UserError
 
 NEWEST = Path("runs/demo")
@@ -24,17 +23,20 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from draftdial.controller.compare import run as compare
+    from draftdial.controller.train import main as train
+
     if NEWEST.exists() and not NEWEST.is_symlink():
         raise UserError(f"demo: found {NEWEST}, allowed: none or a link, as it will point to the newest demo")
     words = sys.stderr if args.json else sys.stdout
     folder = NEWEST.parent / datetime.now().strftime("demo-%Y-%m-%d-%H-%M-%S")
     print(f"training on a measured server profile: {folder}", file=words)
-    policy = training.main([], folder=folder) / "policy.safetensors"
+    policy = train([], folder=folder) / "policy.safetensors"
     print("comparing it with the static threshold and its rivals", file=words)
     parser = argparse.ArgumentParser()
-    compare.add_parser(parser.add_subparsers())
+    compare_command.add_parser(parser.add_subparsers())
     asked = ["compare", str(policy), "--out", str(folder / "compare"), *(["--json"] if args.json else [])]
-    status = compare.run(parser.parse_args(asked))
+    status = compare(parser.parse_args(asked))
     link = NEWEST.with_name(f".{NEWEST.name}-{os.getpid()}")
     link.symlink_to(folder.name)
     link.replace(NEWEST)

@@ -9,7 +9,6 @@ import numpy as np
 
 from draftdial.controller.acceptance_file import MIN_POSITIONS, MIN_REQUESTS, write_requests
 from draftdial.controller.errors import UserError
-from draftdial.envs.fitted_acceptance import FittedAcceptance
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -21,7 +20,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--seed", type=int, default=0, help="of the bank (default 0)")
     parser.add_argument("--arrays", type=int, default=512, help="requests of each domain (default 512)")
     parser.add_argument("--positions", type=int, default=512, help="of an ordinary request (default 512)")
-    parser.add_argument("--out", type=Path, default=Path(), help="folder for DOMAIN.jsonl (default: here)")
+    parser.add_argument(
+        "--out", type=Path, default=Path(), help="folder for DOMAIN.jsonl, made if missing (here)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -31,6 +32,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: no such domain, a number out of range, or a folder that cannot be written.
     """
+    from draftdial.envs.fitted_acceptance import FittedAcceptance
+
     for name, found, least in (
         ("--seed", args.seed, 0),
         ("--arrays", args.arrays, MIN_REQUESTS),

@@ -24,7 +24,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--off-mode", choices=SPECULATIVE_OFF_MODES, default="warm", help="what k = 0 does for the draft"
     )
-    parser.add_argument("--out", type=Path, help="file to write (default: NAME.safetensors)")
+    parser.add_argument("--out", type=Path, help="file to write; missing folders are made (NAME.safetensors)")
     parser.set_defaults(run=run)
 
 

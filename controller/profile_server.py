@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import shlex
 import sys
@@ -11,9 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from draftdial.controller.cost_profile import CostProfile
 from draftdial.controller.errors import UserError
@@ -49,7 +47,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "url", nargs="?", metavar="URL", help="a steered server: `draftdial serve` started it"
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="profile to write")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FILE.json",
+        help="profile to write; missing folders are made",
+    )
     parser.add_argument("--no-spec", metavar="URL", help="`draftdial serve --warn` without speculation")
     parser.add_argument("--policy", type=Path, metavar="FILE", help="with ARGS: gives the server its tiers")
     parser.add_argument("--api-key", metavar="KEY", help="the servers' --admin-api-key, or their --api-key")
@@ -72,6 +76,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Write the profile and say how good it is; 0, or 1 where the server refused."""
+    importlib.import_module("rich")  # what it needs is missed now, not once a server has started
     name = profile_name(args.out)
     if bool(args.url) == bool(args.engine_arguments):
         raise UserError("profile: give the URL of a server, or -- and SGLang's arguments for one")
@@ -163,6 +168,9 @@ def _grid(args: argparse.Namespace, server: MeasuredServer) -> Grid:
 
 def _sweep(sweep: Sweep, measurements: Measurements) -> None:
     """Measure all that is not there yet; the server's policy decides again afterwards, whatever happens."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     tasks = sweep.tasks()

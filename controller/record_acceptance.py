@@ -38,7 +38,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--temperature", type=float, default=0.0, help="of teacher-forced answers (0)")
     parser.add_argument("--max-new", type=int, default=256, help="positions of an answer (256)")
     parser.add_argument("--seed", type=int, default=0, help="of sampled answers (0)")
-    parser.add_argument("--out", type=Path, required=True, help="file to write: .jsonl or .jsonl.gz")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="file to write: .jsonl or .jsonl.gz; missing folders are made"
+    )
     parser.set_defaults(run=run)
 
 

@@ -145,17 +145,8 @@ def cases(num_seeds: int) -> Iterator[Case]:
             yield case
 
 
-def add_parser(subparsers: Any) -> None:
-    """`draftdial toy [--seeds N] [--json]`."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "toy", help="PPO against the exact optimum of a small decode queue (docs/toy.md)"
-    )
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="training seeds (default 1)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    parser.set_defaults(run=run)
-
-
 def run(args: argparse.Namespace) -> int:
+    """Solve, train and print; 0, or a `UserError`."""
     if args.seeds < 1:
         raise UserError(f"--seeds: {args.seeds} is not allowed; at least 1")
     if args.json:

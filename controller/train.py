@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import sys
@@ -51,15 +50,14 @@ def main(overrides: Sequence[str], as_json: bool = False, folder: Path | None = 
     command = shlex.join(["draftdial", "train", *overrides])
     with closing(_setup(config)) as setup:
         training = Training(text, command, config.seed, setup.hashes, _versions())
-        run = _Run(config, setup, training)
-        folder = _made(folder)
-        atomic_write(folder / "config.yaml", text)
-        atomic_write(folder / "command.txt", command + "\n")
-        atomic_write(folder / "versions.json", json.dumps(_versions(), indent=1) + "\n")
-        run.learn(folder)
+        run = _Run(config, setup, training, folder)
+        atomic_write(run.folder / "config.yaml", text)
+        atomic_write(run.folder / "command.txt", command + "\n")
+        atomic_write(run.folder / "versions.json", json.dumps(_versions(), indent=1) + "\n")
+        run.learn()
     if as_json:
-        print(json.dumps({"run_dir": str(folder), "policy": str(folder / "policy.safetensors")}))
-    return folder
+        print(json.dumps({"run_dir": str(run.folder), "policy": str(run.folder / "policy.safetensors")}))
+    return run.folder
 
 
 def _made(folder: Path | None) -> Path:
@@ -80,9 +78,9 @@ def _made(folder: Path | None) -> Path:
 class _Run:
     """One run: PPO, its evaluations, and what it leaves in its folder."""
 
-    def __init__(self, config: TrainConfig, setup: Setup, training: Training) -> None:
+    def __init__(self, config: TrainConfig, setup: Setup, training: Training, folder: Path | None) -> None:
+        """Its folder is made once nothing can be wrong with the configuration any more."""
         self.config, self.setup, self.training = config, setup, training
-        self.folder = Path()
         self.model = _model(config, setup)
         self.judge = setup.judge()
         self.reference = {
@@ -97,10 +95,10 @@ class _Run:
                 self.progress = resumed
             else:  # scores of the simulator and of a server do not compare, nor do their rounds
                 self.model.num_timesteps = 0
+        self.folder = _made(folder)
 
-    def learn(self, folder: Path) -> None:
-        """Train to the end, or to Ctrl-C; the best policy so far is exported to `folder` either way."""
-        self.folder = folder
+    def learn(self) -> None:
+        """Train to the end, or to Ctrl-C; the best policy so far is exported either way."""
         self.model.set_logger(configure(str(self.folder), ["csv", "tensorboard"]))
         if not self.progress.evaluations:
             self._evaluate()
@@ -206,20 +204,3 @@ def _model(config: TrainConfig, setup: Setup) -> PPO:
 
 def _versions() -> dict[str, str]:
     return {name: version(name) for name in PACKAGES}
-
-
-def add_parser(subparsers: Any) -> None:
-    """`draftdial train [--json] [OVERRIDE ...]`."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "train", help="train a policy; overrides use Hydra's syntax (docs/training.md)"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="group.key=value", help="see conf/train.yaml")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    parser.set_defaults(run=_train_command)
-
-
-def _train_command(args: argparse.Namespace) -> int:
-    folder = main(args.overrides, args.json)
-    if not args.json:
-        print(f"policy: {folder / 'policy.safetensors'}")
-    return 0

@@ -109,7 +109,11 @@ class LiveSetup(Setup):
             folder / "server.log",
             {LIVE: str(folder / "live.sock")},
         )
-        url = self._stack.enter_context(launched).url
+        try:
+            url = self._stack.enter_context(launched).url
+        except KeyboardInterrupt:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         self._stack.callback(shutil.rmtree, folder, ignore_errors=True)  # kept where it did not start
         return url
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from draftdial.controller.cost_profile import SPECULATIVE_OFF_MODES, CostProfile
+from draftdial.controller.cost_profile import CostProfile
 from draftdial.controller.errors import UserError
 from draftdial.controller.files import atomic_write, sha256_of
 from draftdial.controller.greedy import GoodputGreedy
@@ -26,7 +25,6 @@ from draftdial.controller.sglang_rule import DEFAULT_CONFIG, tuning_grid
 from draftdial.controller.signals import FloatArray
 from draftdial.envs.contenders import Card, Server
 from draftdial.envs.evaluate import Metrics
-from draftdial.envs.shipped_acceptance import SHIPPED_RECORDINGS
 from draftdial.envs.simulated_engine import ServerOptions
 from draftdial.envs.suite import Acceptance, Cell, Suite, make_cells, workload_sha256
 from draftdial.envs.trials import Batch, Trial, Workers, make_batches, trials_of
@@ -208,36 +206,6 @@ def progress_bar() -> Iterator[Bar]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         yield Bar(progress)
-
-
-def add_setting(parser: argparse.ArgumentParser, default_profile: str | None) -> None:
-    """Options that say on what server and what work rules are run."""
-    note = default_profile or "the policy's own"
-    parser.add_argument(
-        "--profile", default=default_profile, help=f"a name or a .json file (default: {note})"
-    )
-    parser.add_argument(
-        "--workload", nargs="+", metavar="W", help="names, trace:FILE, log:FILE (default: all)"
-    )
-    parser.add_argument(
-        "--acceptance",
-        nargs="+",
-        metavar="A",
-        help=f"fitted, {SHIPPED_RECORDINGS[0]}, or [DOMAIN=]FILE ... (default: fitted; a log brings its own)",
-    )
-    parser.add_argument("--off-mode", choices=SPECULATIVE_OFF_MODES, help="what k = 0 does for the draft")
-    parser.add_argument("--lag", type=int, choices=(1, 2), default=2, help="rounds until an outcome is seen")
-    parser.add_argument("--full", action="store_true", help="cells long enough to decide, not the short ones")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="worker processes")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-
-
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `tune` to the commands."""
-    parser = subparsers.add_parser("tune", help="find the best parameters of every rule")
-    add_setting(parser, "h200-llama3-8b")
-    parser.add_argument("--out", type=Path, help="file to write the result to, and to reuse if it fits")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from draftdial.controller.errors import UserError
+from draftdial.controller.number_arguments import positive
 
 Status = dict[str, Any]
 """The `draftdial` part of one replica's internal state, see `status.py`."""
@@ -28,7 +29,7 @@ class ServerRefused(Exception):
 
 
 class Server:
-    """A server at `url`, such as `http://127.0.0.1:30000`; without a scheme, http is meant.
+    """A server at `url`, such as `http://127.0.0.1:30000`.
 
     A change goes with `admin_api_key`, or with `api_key` where there is none; all else with `api_key`.
     Methods raise `UserError` if the server cannot be reached or is not what they need.
@@ -43,7 +44,7 @@ class Server:
     ) -> None:
         if "@" in url:  # not shown: a password may stand before it
             raise UserError("URL: found an @ in it, allowed: no user and no password; --api-key takes a key")
-        self.url = (url if "://" in url else f"http://{url}").rstrip("/")
+        self.url = url.rstrip("/")
         if not _is_server_url(self.url):
             raise UserError(
                 f"{_shown(url)}: not the URL of a server, allowed: such as http://127.0.0.1:30000"
@@ -189,7 +190,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--timeout",
-        type=_seconds,
+        type=positive,
         default=TIMEOUT_S,
         metavar="S",
         help="wait so long (default: %(default)g s)",
@@ -238,16 +239,6 @@ def _is_server_url(url: str) -> bool:
         and port_is_right
         and not (parts.query or parts.fragment)
     )
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 86400:
-        raise argparse.ArgumentTypeError(f"found {text}, allowed: seconds above 0")
-    return value
 
 
 def _shown(value: object, limit: int = 300) -> str:

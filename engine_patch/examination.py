@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from draftdial.engine_patch.adaptive_config import configured_tiers, write_confi
 from draftdial.engine_patch.launch import Launch, Request
 from draftdial.engine_patch.launch_arguments import (
     Finding,
+    Given,
     Needs,
     flag_problems,
     static_arguments,
@@ -34,10 +36,19 @@ from draftdial.engine_patch.launch_checks import (
 from draftdial.engine_patch.sglang_arguments import Resolved, Sglang
 
 
-def examine(request: Request, environment: Mapping[str, str], sglang: Sglang) -> Launch:
+def examine(
+    request: Request, environment: Mapping[str, str], sglang: Sglang, ends_at_obstacle: bool = False
+) -> Launch:
     """What is found about `request` on this SGLang, and the server to start.
 
     The adaptive configuration is written to the user's cache, so that the command can be used at once.
+
+    Args:
+        request: What the user asked for.
+        environment: Of this process.
+        sglang: The installation.
+        ends_at_obstacle: Where what SGLang need not be asked about rules the start out, do not ask it: its
+            import takes seconds.
 
     Raises:
         UserError: SGLang is missing, a setting is wrong, or SGLang would not start with the user's arguments.
@@ -45,11 +56,14 @@ def examine(request: Request, environment: Mapping[str, str], sglang: Sglang) ->
     version = sglang.version()
     if version is None:
         raise UserError("this Python has no sglang: install draftdial where sglang is, and run it there")
-    return _Examination(request, environment, sglang, version).launch
+    examination = _Examination(request, environment, sglang, version)
+    if not (ends_at_obstacle and examination.launch.obstacles(request.strict)):
+        examination.ask_sglang()
+    return examination.launch
 
 
 class _Examination:
-    """One look at one request; `launch` fills up on the way."""
+    """One look at one request; `launch` fills up on the way, first with all that needs no SGLang."""
 
     def __init__(
         self, request: Request, environment: Mapping[str, str], sglang: Sglang, version: str
@@ -59,19 +73,26 @@ class _Examination:
         self.sglang = sglang
         self.version = version
         self.launch = Launch(variables=_variables(request, environment))
-        release = check_release(version)
-        self.found(release)
+        self.release = check_release(version)
+        self.found(self.release)
         self.found(check_plugin(sglang.plugins(), environment))
         self.needs = self.policy_needs()
         if settings.LOG in self.launch.variables:
             self.found(check_log(Path(self.launch.variables[settings.LOG])))
         self.found(*check_replay({**environment, **self.launch.variables}))
-        self.given = sglang.parse(request.arguments)
-        unsupported = release.text if release.level == "problem" else self.steered()
-        if unsupported is not None and not request.strict:
+
+    def ask_sglang(self) -> None:
+        """The rest, and the arguments that the server gets."""
+        unsupported = self.release.text if self.release.level == "problem" else self.steered()
+        if unsupported is not None and not self.request.strict:
             self.launch.arguments = static_arguments(self.given, self.needs)
             served = _described(self.launch.arguments)
             self.launch.variables[settings.INACTIVE] = f"{unsupported}; serving with {served}"
+
+    @cached_property
+    def given(self) -> Given:
+        """The user's arguments as SGLang reads them."""
+        return self.sglang.parse(self.request.arguments)
 
     def found(self, *findings: Finding) -> None:
         self.launch.findings += findings

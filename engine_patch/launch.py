@@ -65,7 +65,9 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
     start.add_argument(
         "--warn", dest="strict", action="store_false", help="start it all the same, by a rule that is safe"
     )
-    parser.add_argument("--log", type=Path, metavar="FILE", help="record every decision in FILE")
+    parser.add_argument(
+        "--log", type=Path, metavar="FILE", help="record every decision; missing folders are made"
+    )
     parser.add_argument(
         "--off-mode",
         choices=("kv-only",),

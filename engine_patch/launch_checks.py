@@ -81,8 +81,10 @@ def check_log(path: Path) -> Finding:
         in_the_way = obstacle(path)
     except OSError as error:
         in_the_way = f"cannot be written: {error.strerror}"
-    if in_the_way is None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
-        in_the_way = "cannot be written: name a file in a folder that exists and can be written"
+    if in_the_way is None:
+        folder = next(parent for parent in path.parents if parent.exists())  # others are made
+        if not (folder.is_dir() and os.access(folder, os.W_OK)):
+            in_the_way = "cannot be written: name a file in a folder that can be written"
     if in_the_way is not None:
         return Finding("problem", "log", f"{path}: {in_the_way}")
     return Finding("ok", "log", str(path))

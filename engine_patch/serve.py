@@ -37,7 +37,7 @@ def serve(args: argparse.Namespace) -> NoReturn:
     """
     environment = dict(os.environ)  # before SGLang, once imported, adds to it
     request = request_of(args, environment)
-    launch = examine(request, environment, InstalledSglang())
+    launch = examine(request, environment, InstalledSglang(), ends_at_obstacle=True)
     obstacles = launch.obstacles(request.strict)
     if obstacles:
         raise UserError(f"serve: {obstacles[0].subject}: {obstacles[0].text}")

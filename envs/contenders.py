@@ -26,10 +26,17 @@ Card = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Server:
-    """The server that everybody drives."""
+    """The server that everybody drives.
+
+    Raises:
+        UserError: the profile has no times of its off mode.
+    """
 
     profile: CostProfile
     options: ServerOptions
+
+    def __post_init__(self) -> None:
+        self.profile.check_off_mode(self.options.off_mode)
 
 
 class Contender(Protocol):

@@ -165,7 +165,7 @@ class Episodes:
         servers = list(zip(self.profiles, self.options, strict=True))
         distinct = {(id(profile), options): (profile, options) for profile, options in servers}
         pars = {
-            key: Par(profile, options, self._bank, self.scenario)
+            key: Par(profile, options, self._bank, self._tokens, self.scenario)
             for key, (profile, options) in distinct.items()
         }
         return [pars[id(profile), options] for profile, options in servers]

@@ -18,7 +18,7 @@ from draftdial.envs.episodes import EpisodeStep
 from draftdial.envs.live_engine import LiveEngine, LiveStep
 from draftdial.envs.live_server import LiveServer
 from draftdial.envs.par import Par
-from draftdial.envs.scenario import Scenario
+from draftdial.envs.scenario import Scenario, domain_tokens
 from draftdial.envs.simulated_engine import ServerOptions
 from draftdial.envs.workload import RequestList
 
@@ -70,7 +70,7 @@ class LiveEpisodes:
         if self._has_domains:
             _check_domains(self._bank, server)
             asking = Asking(asking.prompts, self._bank.domain_names)
-        self._par = Par(profile, options, self._bank, scenario)
+        self._par = Par(profile, options, self._bank, domain_tokens(self._bank, profile.tiers), scenario)
         self._asking = asking
         self.engine = LiveEngine(server, self._draw, asking)
         self.features = Features(

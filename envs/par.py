@@ -9,7 +9,7 @@ from draftdial.controller.signals import FloatArray, IntArray
 from draftdial.envs.acceptance import AcceptanceBank
 from draftdial.envs.closed_loop import ClosedLoop, ConstantLoad
 from draftdial.envs.domains import DomainMix
-from draftdial.envs.scenario import Scenario, domain_tokens
+from draftdial.envs.scenario import Scenario
 from draftdial.envs.simulated_engine import ServerOptions, SimulatedEngine
 from draftdial.envs.workload import RequestList
 
@@ -34,10 +34,15 @@ class Par:
     """
 
     def __init__(
-        self, profile: CostProfile, options: ServerOptions, bank: AcceptanceBank, scenario: Scenario
+        self,
+        profile: CostProfile,
+        options: ServerOptions,
+        bank: AcceptanceBank,
+        tokens: FloatArray,
+        scenario: Scenario,
     ) -> None:
-        self._profile, self._options = profile, options
-        self._tokens = domain_tokens(bank, profile.tiers)
+        """`tokens` are `domain_tokens` of `bank` and the tiers: every server of the same bank shares them."""
+        self._profile, self._options, self._tokens = profile, options, tokens
         self.prefill_token_s = _prefill_token_s(profile, options)
         powers = 2 ** np.arange(int(np.log2(scenario.high)) + 1)
         self._levels = np.unique(np.append(powers, scenario.high))

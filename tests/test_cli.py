@@ -32,14 +32,22 @@ def test_help_needs_nothing_but_the_core_installation() -> None:
         "matplotlib",
         "rich",
         "scipy",
+        "tensorboard",
+        "yaml",
     )
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({heavy}))\n"
-        "from draftdial.controller.cli import main\n"
-        "sys.exit(main(['--help']))"
+        "from draftdial.controller.cli import COMMANDS, main\n"
+        "for words in ([], *([command] for command in COMMANDS)):\n"
+        "    try:\n"
+        "        main([*words, '--help'])\n"
+        "    except SystemExit as stopped:\n"
+        "        assert not stopped.code"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0 and "train" in done.stdout, done.stderr
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    helped = [line.split()[2] for line in done.stdout.splitlines() if line.startswith("usage: draftdial ")]
+    assert helped == ["[-h]", *cli.COMMANDS]
 
 
 def test_what_is_missing_is_named_with_the_line_that_installs_it() -> None:
@@ -60,6 +68,22 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     assert stopped.value.code == 0
     out = capsys.readouterr().out
     assert out.startswith(f"usage: draftdial {command}") and len(out.splitlines()) > 3
+
+
+def test_flags_may_stand_between_overrides(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from draftdial.controller import train
+
+    asked: list[tuple[list[str], bool]] = []
+
+    def remember(overrides: list[str], as_json: bool) -> Path:
+        asked.append((overrides, as_json))
+        return Path("run")
+
+    monkeypatch.setattr(train, "main", remember)
+    assert cli.main(["train", "a=b", "--json", "~c", "+d=-1"]) == 0
+    assert asked == [(["a=b", "~c", "+d=-1"], True)] and capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("argv", [["fly"], [], ["--fly"], ["train", "--fly"], ["bench-sim", "extra"]])

@@ -154,7 +154,7 @@ def test_status_in_words_and_as_json(
     fake = serve(dial)
     assert main(["status", fake.url]) == 0
     assert f"policy     {dial.policy_id} (tiny)" in capsys.readouterr().out
-    assert main(["status", fake.url.removeprefix("http://"), "--json"]) == 0
+    assert main(["status", fake.url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == [status_of(dial)]
     assert main(["status", fake.url, "--report"]) == 0
     assert "no rounds yet" in capsys.readouterr().out
@@ -312,10 +312,38 @@ def test_a_status_of_another_version_is_one_line(
     assert "another version" in fails(capsys, 2, "status", fake.url)
 
 
-@pytest.mark.parametrize("url", ["", "ftp://127.0.0.1", "http://", "http://[", "http://a:b", "http://a?b=c"])
+NO_URLS = ["", "ftp://127.0.0.1", "http://", "http://[", "http://a:b", "http://a?b=c", "a", "127.0.0.1:1"]
+
+
+@pytest.mark.parametrize("url", NO_URLS)
 def test_what_is_no_url_is_said_to_be_none(url: str) -> None:
     with pytest.raises(UserError, match="not the URL of a server"):
         Server(url)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["status"],
+        ["set", "--mode", "off"],
+        ["deploy", "POLICY"],
+        ["bench", "--closed", "1"],
+        ["profile", "--out", "x.json"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_host_alone_is_refused_and_not_waited_for(
+    command: list[str],
+    policy: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = [policy if argument == "POLICY" else argument for argument in command]
+    err = fails(capsys, 2, *arguments, "myserver")
+    assert "myserver: not the URL of a server, allowed: such as http://" in err
+    assert list(tmp_path.iterdir()) == [policy]
 
 
 def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

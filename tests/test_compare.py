@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftdial.controller import compare as comparing
 from draftdial.controller.compare import Contest, compare, contest_of
+from draftdial.controller.compare_command import add_parser
 from draftdial.controller.comparison_schema import validate
 from draftdial.controller.cost_profile import CostProfile
 from draftdial.controller.errors import UserError
@@ -162,7 +162,7 @@ def test_a_cell_is_the_same_in_any_batch(folder: Path) -> None:
 
 def arguments(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    comparing.add_parser(parser.add_subparsers())
+    add_parser(parser.add_subparsers())
     return parser.parse_args(["compare", *words])
 
 
@@ -211,6 +211,7 @@ def test_a_rule_reckons_with_the_server_it_is_compared_on(folder: Path, tmp_path
         (["gone.safetensors"], "gone.safetensors: cannot read the policy file"),
         (["{folder}/other.safetensors", "--profile", "seeds-pcie"], "allowed: [0, 5], those of seeds-pcie"),
         (["{folder}/greedy.safetensors", "--profile", "gone.json"], "gone.json: cannot read the profile"),
+        (["{folder}/greedy.safetensors", "--off-mode", "kv-only"], "found no row for off mode kv-only"),
         (["{folder}/greedy.safetensors", "--against", "of"], "--against: found of, allowed: no-spec, off"),
         (["{folder}/greedy.safetensors", "--seeds", "1"], "--seeds, --max-seeds: found 1, 6, allowed: 2 to"),
         (["{folder}/greedy.safetensors", "--acceptance", "gone.jsonl"], "gone.jsonl"),

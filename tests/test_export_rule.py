@@ -78,6 +78,17 @@ def test_bad_values_write_nothing(
     assert not list(tmp_path.iterdir())
 
 
+def test_missing_folders_are_made_as_the_help_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "made" / "later" / "rule.safetensors"
+    assert export("fixed", "--k", "1", "--out", str(path)) == 0
+    assert read(path).card["name"] == "fixed-k1"
+    with pytest.raises(SystemExit):
+        export("--help")
+    assert "missing folders are made" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError, match=r"--out: found .*/file/rule, allowed: a file that can be written"):

@@ -253,7 +253,8 @@ def test_no_action_changes_what_a_token_or_the_reference_is_worth() -> None:
         for _ in range(64):
             episodes.advance(np.full(4, tier))
         lists = episodes.engine.request_lists
-        par = Par(PROFILE, ServerOptions(mid_flight=True), episodes._bank, episodes.scenario)
+        options = ServerOptions(mid_flight=True)
+        par = Par(PROFILE, options, episodes._bank, episodes._tokens, episodes.scenario)
         for row, requests in enumerate(lists):
             worth, round_s = par.of(requests)
             stored = episodes.engine._sim.requests["par_s"][row]

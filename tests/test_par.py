@@ -10,15 +10,20 @@ import numpy as np
 import pytest
 
 from draftdial.controller.cost_profile import CostProfile, OffMode
-from draftdial.envs.acceptance import AcceptanceBank
+from draftdial.envs import scenario as scenarios
+from draftdial.envs.acceptance import AcceptanceBank, WalkStatistics, walk_statistics
 from draftdial.envs.episodes import Episodes
 from draftdial.envs.fitted_acceptance import SHIPPED, FittedAcceptance
 from draftdial.envs.par import Par
-from draftdial.envs.scenario import Scenario
+from draftdial.envs.scenario import Scenario, domain_tokens
 from draftdial.envs.simulated_engine import ServerOptions
 from draftdial.envs.workload import RequestList
 
 LINEAR_PREFILL = ((1, 0.04), (300, 12.0))
+
+
+def par_of(profile: CostProfile, options: ServerOptions, bank: AcceptanceBank, scenario: Scenario) -> Par:
+    return Par(profile, options, bank, domain_tokens(bank, profile.tiers), scenario)
 
 
 @pytest.fixture
@@ -41,7 +46,7 @@ def test_par_is_the_time_of_a_token_at_the_best_fixed_k(
     requests = make_requests([50] * 4, concurrency=[2, 2, 4, 4], domain=[0, 1, 0, 1])
     options = ServerOptions(off_mode=off_mode, lag=1)
     profile = make_profile(prefill_ms=LINEAR_PREFILL)
-    par, round_s = Par(profile, options, two_domains, Scenario(high=4)).of(requests)
+    par, round_s = par_of(profile, options, two_domains, Scenario(high=4)).of(requests)
     # A request's last round goes beyond its end by 1.5 tokens of some 280 on average, at k = 3.
     assert (1e3 * par >= expected_ms).all()
     np.testing.assert_allclose(1e3 * par, expected_ms, rtol=0.015)
@@ -56,7 +61,7 @@ def test_par_of_an_open_loop_is_that_of_eight_rows(
 ) -> None:
     requests = make_requests([50] * 2, arrival_s=[0.0, 9.0], domain=[0, 1])
     profile = make_profile()
-    par, _ = Par(profile, ServerOptions(), two_domains, Scenario(mode="open")).of(requests)
+    par, _ = par_of(profile, ServerOptions(), two_domains, Scenario(mode="open")).of(requests)
     off_s, one_s, three_s = profile.round_s(np.array([8]), np.array([125]), "warm")[0]
     np.testing.assert_allclose(par, [min(off_s, one_s / 2, three_s / 4) / 8, off_s / 8])
 
@@ -90,7 +95,7 @@ def test_par_includes_what_small_prefills_cost_on_top(
     bank = make_bank({"right": [[3] * 8]})
     requests = make_requests([50], concurrency=[1])
     flat, linear = (
-        Par(make_profile(prefill_ms=knots), ServerOptions(lag=1), bank, Scenario(high=1))
+        par_of(make_profile(prefill_ms=knots), ServerOptions(lag=1), bank, Scenario(high=1))
         for knots in (((1000, 40.0), (2000, 80.0)), LINEAR_PREFILL)
     )
     assert flat.prefill_token_s == pytest.approx(linear.prefill_token_s)
@@ -108,5 +113,20 @@ def test_requests_of_one_token_have_a_par_all_the_same(
     (tmp_path / "one.csv").write_text("arrival_s,input_tokens,output_tokens\n0,20,1\n1,20,1\n")
     scenario = Scenario(high=2, lengths=f"trace:{tmp_path / 'one.csv'}")
     bank = make_bank({"right": [[3] * 8]})
-    par, round_s = Par(make_profile(), ServerOptions(), bank, scenario).of(make_requests([1, 1]))
+    par, round_s = par_of(make_profile(), ServerOptions(), bank, scenario).of(make_requests([1, 1]))
     assert np.isfinite(par).all() and round_s > 0
+
+
+def test_servers_of_one_bank_walk_it_once(
+    make_profile: Callable[..., CostProfile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walks: list[tuple[int, int]] = []
+
+    def counted(bank: AcceptanceBank, domain: int, k: int) -> WalkStatistics:
+        walks.append((domain, k))
+        return walk_statistics(bank, domain, k)
+
+    monkeypatch.setattr(scenarios, "walk_statistics", counted)
+    profiles = [make_profile(), make_profile().scaled("slower", 2.0, 2.0)]
+    Episodes(4, profiles, FittedAcceptance(["chat", "code"], num_arrays=8), Scenario(high=2, rounds=16))
+    assert sorted(walks) == [(domain, k) for domain in range(2) for k in profiles[0].tiers if k]

@@ -379,7 +379,6 @@ def test_a_log_that_cannot_be_written_is_refused(make_policy: Callable[..., Path
     thesis.write_text("my thesis")
     os.mkfifo(pipe)
     for log, says in (
-        (tmp_path / "missing" / "rounds.log", "cannot be written"),
         (thesis / "rounds.log", "cannot be written: Not a directory"),
         (tmp_path, "no regular file"),
         (pipe, "no regular file"),
@@ -388,6 +387,7 @@ def test_a_log_that_cannot_be_written_is_refused(make_policy: Callable[..., Path
     ):
         launch = prepare(make_policy(), *EAGLE, log=log)
         assert says in problems(launch)[0] and launch.obstacles(strict=False)
+    assert problems(prepare(make_policy(), *EAGLE, log=tmp_path / "made" / "later" / "rounds.log")) == []
     with pytest.raises(UserError, match="DRAFTDIAL_LOG_MB: found '3', allowed: a whole number from 4"):
         prepare(make_policy(), *EAGLE, environment={"DRAFTDIAL_LOG_MB": "3"})
 
@@ -569,6 +569,21 @@ def test_serve_becomes_the_server(
     cli.main(["serve", policy, "--warn", "--", *EAGLE, "--enable-pdmux"])
     assert became[1][2]["DRAFTDIAL_INACTIVE"] == f"{UNSUPPORTED}; serving with no speculation"
     assert "draftdial: not steered: enable_pdmux" in capsys.readouterr().err
+
+
+def test_a_bad_policy_is_refused_before_sglang_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Slow(Installation):
+        def parse(self, arguments: Sequence[str]) -> Given:
+            raise AssertionError("importing SGLang takes seconds")
+
+    monkeypatch.setattr(serve_command, "InstalledSglang", Slow)
+    policy = tmp_path / "bad.safetensors"
+    policy.write_bytes(b"no policy")
+    assert cli.main(["serve", str(policy), "--", *EAGLE]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"draftdial: serve: policy: {policy}: ") and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -153,6 +154,25 @@ def test_an_inactive_server_says_why() -> None:
     check_plain(status)
     assert status["mode"] == "inactive" and status["reason"] == "LoRA is on"
     assert list(status_lines(status)) == ["mode       inactive: LoRA is on"]
+
+
+def test_the_manual_shows_the_report_as_it_is_printed() -> None:
+    shares = {0: 0.021, 1: 0.402, 2: 0.0, 3: 0.577, 5: 0.0, 7: 0.0}
+    status = {
+        "policy_id": "6f1c2a90be11",
+        "policy_name": "learned",
+        "fallback": "",
+        "shadow.rounds": 412_806,
+        "shadow.same_k": round(0.613 * 412_806),
+        "shadow.unpriced": 0,
+        **{f"shadow.rounds_at_k.{k}": round(share * 412_806) for k, share in shares.items()},
+        "shadow.gain": 0.091,
+        "shadow.gain_low": 0.082,
+        "shadow.gain_high": 0.1,
+        "shadow.guessed_share": 0.044,
+    }
+    manual = (Path(__file__).parents[1] / "docs/operations.md").read_text()
+    assert "```\n" + "\n".join(report_lines(status)) + "\n```\n" in manual
 
 
 def test_the_shadow_report_in_words(

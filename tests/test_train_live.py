@@ -9,6 +9,7 @@ import pytest
 
 from draftdial.controller.cli import main as draftdial
 from draftdial.controller.errors import UserError
+from draftdial.controller.launched_server import LaunchedServer
 from draftdial.controller.train import main as train
 from draftdial.controller.train_config import load_config, resumed_kind
 
@@ -64,18 +65,36 @@ def test_a_server_that_is_not_there_is_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_server_that_does_not_start_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """There is no SGLang in the environment of these tests, and no such model."""
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary files go, in the working folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     monkeypatch.setattr(tempfile, "tempdir", None)
     (tmp_path / "temporary").mkdir()
+    return tmp_path / "temporary"
+
+
+def test_ctrl_c_while_the_server_starts_leaves_nothing(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: LaunchedServer) -> bool:
+        assert [path.name for path in temporary.glob("draftdial-live-*/*")]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LaunchedServer, "_is_healthy", interrupted)
+    assert draftdial(["train", "engine=live", "engine.command='--model-path /nowhere'"]) == 130
+    assert list(temporary.iterdir()) == [] and not (temporary.parent / "runs").exists()
+
+
+def test_a_server_that_does_not_start_is_one_line(
+    temporary: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There is no SGLang in the environment of these tests, and no such model."""
     assert draftdial(["train", "engine=live", "engine.command='--model-path /nowhere'"]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1, captured
     assert "the server did not start: see " in captured.err
-    [log] = tmp_path.glob("temporary/draftdial-live-*/server.log")
+    [log] = temporary.glob("draftdial-live-*/server.log")
     assert str(log) in captured.err and log.read_text(), "what it printed is kept"
-    assert not (tmp_path / "runs").exists()
+    assert not (temporary.parent / "runs").exists()

@@ -25,6 +25,7 @@ from draftdial.controller.tune import (
     threshold_grid,
     tune,
 )
+from draftdial.controller.tune_command import add_parser
 from draftdial.envs.contenders import Rules, Server
 from draftdial.envs.simulated_engine import ServerOptions
 from draftdial.envs.suite import Acceptance, Cell, Extent, Suite, make_cells
@@ -142,7 +143,7 @@ def test_a_tuning_is_reused_where_it_fits_and_only_there(
 
 def arguments(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    tuning.add_parser(parser.add_subparsers())
+    add_parser(parser.add_subparsers())
     return parser.parse_args(["tune", *words])
 
 
@@ -168,6 +169,7 @@ def test_json_is_all_that_is_printed(
         (["--workload", "nothing"], "workload: found nothing; allowed: chat"),
         (["--workload", "trace:gone.csv"], "gone.csv: cannot be read"),
         (["--jobs", "0"], "--jobs: found 0, allowed: 1 or more"),
+        (["--off-mode", "kv-only"], "found no row for off mode kv-only"),
         (["--acceptance", "gone.jsonl"], "gone.jsonl"),
     ],
 )
