@@ -1,4 +1,4 @@
-"""What the rounds of one measured cell say: medians, their spread, and whether the host set them."""
+"""What the rounds of one measured cell say: their mean and spread, and whether the host set them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from draftdial.engine_patch.measurement_plan import Phase
 
 WARM_UP_ROUNDS = 8
 """Of a phase: clocks settle, and the first two belong to the tier before under overlap."""
+TRIMMED = 0.1
+"""Share of a phase's rounds left out at either end: a host's hiccup takes longer than many rounds."""
 HOST_BOUND_LAUNCH = 0.9
 """Launching takes this share of the period or more: the GPU waits for the host within the round."""
 PREFIX_HIT_TOKENS = 4
@@ -39,16 +41,18 @@ def timings(phases: Sequence[Phase], rounds: Iterable[Sequence[float]], is_gpu: 
         rounds: As `RoundTimer.report` gives them.
         is_gpu: Times are the GPU's; only then can the host be told from it.
     """
-    kept: dict[str, list[Sequence[float]]] = {row_of(phase): [] for phase in phases}
+    kept: dict[str, dict[int, list[Sequence[float]]]] = {row_of(phase): {} for phase in phases}
     for phase, place, *times in rounds:
         if place >= WARM_UP_ROUNDS and times[0] >= 0:
-            kept[row_of(phases[int(phase)])].append(times)
-    return {row: _timing(np.array(times), is_gpu) for row, times in kept.items() if times}
+            kept[row_of(phases[int(phase)])].setdefault(int(phase), []).append(times)
+    return {row: _timing(list(found.values()), is_gpu) for row, found in kept.items() if found}
 
 
-def _timing(times: np.ndarray[Any, np.dtype[np.float64]], is_gpu: bool) -> Timing:
-    period, launch, idle = np.median(times[:, :3], axis=0)
-    low, high = np.quantile(times[:, 0], [0.25, 0.75])
+def _timing(of_phases: Sequence[Sequence[Sequence[float]]], is_gpu: bool) -> Timing:
+    # Phases have contexts of their own, so each is averaged before they are averaged.
+    period, launch, idle, context = np.mean([trimmed_mean(np.array(times)) for times in of_phases], axis=0)
+    periods = np.array([times[0] for phase in of_phases for times in phase])
+    low, high = np.quantile(periods, [0.25, 0.75])
     is_host_bound = is_gpu and (launch >= HOST_BOUND_LAUNCH * period or idle >= HOST_BOUND_IDLE * period)
     return {
         "period_ms": float(period),
@@ -56,10 +60,20 @@ def _timing(times: np.ndarray[Any, np.dtype[np.float64]], is_gpu: bool) -> Timin
         "high_ms": float(high),
         "launch_ms": float(launch),
         "idle_ms": float(idle),
-        "context": float(times[:, 3].mean()),
-        "rounds": len(times),
+        "context": float(context),
+        "rounds": len(periods),
         "host_bound": bool(is_host_bound),
     }
+
+
+def trimmed_mean(times: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Mean of each column of `(num_rounds, num_columns)` without `TRIMMED` of its values at either end.
+
+    Not the median: under off mode `kv-only` one round in several writes what the others owe.
+    """
+    cut = int(TRIMMED * len(times))
+    kept: np.ndarray[Any, np.dtype[np.float64]] = np.sort(times, axis=0)[cut : len(times) - cut].mean(axis=0)
+    return kept
 
 
 def accepted_share(phases: Sequence[Phase], rounds: Iterable[Sequence[float]]) -> float:

@@ -45,7 +45,7 @@ class Grid:
     rounds: int
     """Measured rounds of each k in each repeat."""
     repeats: int
-    """Times that each k is run on the same requests, in another order each time."""
+    """Times that each k is run on the same requests."""
     held_out: int
     """Cells between those of the grid, to see how well the profile predicts them."""
     seed: int
@@ -236,9 +236,16 @@ class Sweep:
         ]
 
     def _cell_phases(self, kinds: Sequence[Phase] = ()) -> list[Phase]:
-        """Every kind once a repeat, in an order of its own."""
+        """Every kind once a repeat: in a random order, then in its reverse, and so on.
+
+        Contexts grow meanwhile; forth and back, every kind has the same one on average.
+        """
         chosen = list(kinds or self._kinds)
-        return [phase for _ in range(self.grid.repeats) for phase in self._rng.sample(chosen, len(chosen))]
+        phases: list[Phase] = []
+        while len(phases) < self.grid.repeats * len(chosen):
+            order = self._rng.sample(chosen, len(chosen))
+            phases += order + order[::-1]
+        return phases[: self.grid.repeats * len(chosen)]
 
     def _new_tokens(self, task: Task, phases: Sequence[Phase]) -> int:
         most = self.server.room(task.batch) - task.context

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from draftdial.controller.cell_timings import WARM_UP_ROUNDS
+from draftdial.controller.cell_timings import WARM_UP_ROUNDS, trimmed_mean
 from draftdial.controller.cost_profile import OffMode
 from draftdial.controller.files import atomic_write
 from draftdial.controller.measured_server import MeasuredServer
@@ -26,7 +26,7 @@ from draftdial.engine_patch.client import Server
 from draftdial.engine_patch.measurement_plan import Phase
 
 MODES: tuple[OffMode, ...] = ("skip", "kv-only", "warm")
-ROUNDS = 16
+ROUNDS = 20
 """Measured in a phase."""
 PATIENT_S = 600.0
 
@@ -35,16 +35,16 @@ def measured(url: str) -> MeasuredServer:
     return MeasuredServer(Server(url), Server(url, timeout_s=PATIENT_S), seed=0)
 
 
-def medians(server: MeasuredServer, phases: Sequence[Phase], batch: int, context: int) -> list[float]:
-    """Median round of each phase, ms."""
+def means(server: MeasuredServer, phases: Sequence[Phase], batch: int, context: int) -> list[float]:
+    """Mean round of each phase, ms, as `draftdial profile` takes it."""
     total = sum(phase.num_rounds for phase in phases)
     report = server.run(phases, batch, context, total + 64)
     server.flush()
-    kept: list[list[float]] = [[] for _ in phases]
+    kept: list[list[list[float]]] = [[] for _ in phases]
     for phase, place, period_ms, *_ in report["rounds"]:
         if place >= WARM_UP_ROUNDS and period_ms >= 0:
-            kept[int(phase)].append(period_ms)
-    return [float(np.median(times)) for times in kept]
+            kept[int(phase)].append([period_ms])
+    return [float(trimmed_mean(np.array(times))[0]) for times in kept]
 
 
 def main() -> None:
@@ -61,12 +61,12 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     try:
         for batch in args.batches:
-            of_phase = medians(dialled, phases, batch, args.context)
+            of_phase = means(dialled, phases, batch, args.context)
             row: dict[str, Any] = {"batch": batch, "context": args.context}
             row |= {
                 mode: [ms for name, ms in zip(order, of_phase, strict=True) if name == mode] for mode in MODES
             }
-            row["no-spec"] = medians(
+            row["no-spec"] = means(
                 plain, [Phase(None, phase.num_rounds) for phase in phases], batch, args.context
             )
             rows.append(row)
