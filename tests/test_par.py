@@ -71,8 +71,8 @@ def test_the_best_fixed_k_earns_what_it_costs(concurrency: int) -> None:
     # One kind of text under three names, as an episode needs several.
     domains = [replace(SHIPPED["chat"], name=name) for name in ("one", "two", "three")]
     profile = CostProfile.load("h200-llama3-8b")
-    scenario = Scenario(low=concurrency, high=concurrency, rounds=192)
-    num_servers = max(4, 96 // concurrency)
+    scenario = Scenario(low=concurrency, high=concurrency, rounds=400)
+    num_servers = max(12, 96 // concurrency)
     options = ServerOptions(mid_flight=True)
     episodes = Episodes(num_servers, [profile], FittedAcceptance(domains), scenario, options=[options])
     gains = []

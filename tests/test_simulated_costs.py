@@ -47,7 +47,8 @@ def test_rounds_cost_what_the_shipped_profiles_say(
     options = ServerOptions(off_mode, kv_pool_tokens=ROOMY)
     engine = full_batches(profiles, [40, 900, 12_000], options, make_bank, make_requests)
     servers, signals = engine.servers, engine.signals()
-    per_profile = engine.num_servers // len(profiles)
+    ends = np.cumsum([3 * profile.max_running for profile in profiles])
+    of_profile = [slice(end - 3 * p.max_running, end) for p, end in zip(profiles, ends, strict=True)]
     for tier, k in enumerate(engine.tiers):
         engine.reset()
         for then in (0, 1):  # the first round, and one with ghosts, other contexts and no switch
@@ -55,13 +56,12 @@ def test_rounds_cost_what_the_shipped_profiles_say(
             expected = np.concatenate(
                 [
                     p.round_s(running[rows], context[rows], off_mode)[:, : engine.num_tiers]
-                    for p, rows in (
-                        (p, slice(i * per_profile, (i + 1) * per_profile)) for i, p in enumerate(profiles)
-                    )
+                    for p, rows in zip(profiles, of_profile, strict=True)
                 ]
             )
             if then == 0:
-                assert (running == np.tile(np.arange(1, 265), len(profiles) * 3)).all()
+                for p, rows in zip(profiles, of_profile, strict=True):
+                    assert (running[rows] == np.tile(np.arange(1, p.max_running + 1), 3)).all()
             np.testing.assert_allclose(engine.round_s(), expected, rtol=1e-12)
             engine.run_round(np.full(engine.num_servers, k))
             np.testing.assert_allclose(servers["step_decode_s"], expected[:, tier], rtol=1e-12)

@@ -169,7 +169,7 @@ def test_json_is_all_that_is_printed(
         (["--workload", "nothing"], "workload: found nothing; allowed: chat"),
         (["--workload", "trace:gone.csv"], "gone.csv: cannot be read"),
         (["--jobs", "0"], "--jobs: found 0, allowed: 1 or more"),
-        (["--off-mode", "kv-only"], "found no row for off mode kv-only"),
+        (["--profile", "h100-llama3-8b", "--off-mode", "kv-only"], "found no row for off mode kv-only"),
         (["--acceptance", "gone.jsonl"], "gone.jsonl"),
     ],
 )

@@ -1,0 +1,54 @@
+"""Writes FOLDER/lengths.csv and FOLDER/swing.csv, traces of made-up requests that are short to serve.
+
+python3 tests/gpu/short_requests.py FOLDER
+
+Prompts and answers are log-normal around 128 tokens, sigma 0.5, prompts within 16 and 512, answers within 32
+and 384. `lengths.csv` has 4,000 of them, for `--lengths trace:`; `swing.csv` is 12 s of Poisson arrivals for
+`--trace`: 3 s at 12 requests a second, 3 s at 80, and again.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+
+SEED = 20261130
+MEDIAN, SIGMA = 128, 0.5
+RATES, DWELL_S, SWING_S = (12, 80), 3.0, 12.0
+START = datetime(2026, 11, 30)
+
+
+def tokens(rng: np.random.Generator, count: int, low: int, high: int) -> list[int]:
+    drawn = MEDIAN * np.exp(SIGMA * rng.standard_normal(count))
+    return np.clip(np.rint(drawn), low, high).astype(int).tolist()
+
+
+def write(path: Path, arrivals_s: Sequence[float], rng: np.random.Generator) -> None:
+    """A trace in the format of the Azure traces."""
+    prompts, answers = tokens(rng, len(arrivals_s), 16, 512), tokens(rng, len(arrivals_s), 32, 384)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["TIMESTAMP", "ContextTokens", "GeneratedTokens"])
+        for at_s, prompt, answer in zip(arrivals_s, prompts, answers, strict=True):
+            at = START + timedelta(seconds=float(at_s))
+            writer.writerow([at.strftime("%Y-%m-%d %H:%M:%S.%f"), prompt, answer])
+
+
+def swing(rng: np.random.Generator) -> list[float]:
+    arrivals_s, now_s = [], 0.0
+    while True:
+        now_s += rng.exponential(1 / RATES[int(now_s / DWELL_S) % len(RATES)])
+        if now_s >= SWING_S:
+            return arrivals_s
+        arrivals_s.append(now_s)
+
+
+if __name__ == "__main__":
+    folder, rng = Path(sys.argv[1]), np.random.default_rng(SEED)
+    write(folder / "lengths.csv", [0.01 * i for i in range(4000)], rng)
+    write(folder / "swing.csv", swing(rng), rng)
