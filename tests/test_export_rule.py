@@ -59,10 +59,10 @@ def test_rules_without_parameters(
         ("fixed", "export-rule fixed: --k: found none, allowed: 0, 1, 2, 3, 5, 7 (h200-llama3-8b)"),
         ("fixed --k 4", "export-rule fixed: --k: found 4, allowed: 0, 1, 2, 3, 5, 7 (h200-llama3-8b)"),
         ("fixed --k 3 --profile seeds-pcie", "export-rule fixed: --k: found 3, allowed: 0, 5 (seeds-pcie)"),
-        ("threshold --k 3", "export-rule threshold: --batch: found none, allowed: 0 to 258 (h200-llama3-8b)"),
+        ("threshold --k 3", "export-rule threshold: --batch: found none, allowed: 0 to 264 (h200-llama3-8b)"),
         (
             "threshold --k 3 --batch -1",
-            "export-rule threshold: --batch: found -1, allowed: 0 to 258 (h200-llama3-8b)",
+            "export-rule threshold: --batch: found -1, allowed: 0 to 264 (h200-llama3-8b)",
         ),
         ("greedy --k 3", "export-rule greedy: --k: found 3, allowed: only for fixed and threshold"),
         ("fixed --k 3 --batch 8", "export-rule fixed: --batch: found 8, allowed: only for threshold"),

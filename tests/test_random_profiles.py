@@ -11,7 +11,7 @@ from draftdial.envs.profile_rows import ProfileRows
 from draftdial.envs.random_profiles import random_profile
 
 BASE = CostProfile.load("h200-llama3-8b")
-BATCHES = np.array([1, 2, 5, 8, 17, 32, 64, 100, 200, 256])
+BATCHES = np.array([1, 2, 5, 8, 17, 32, 64, 100, 200, 264])
 CONTEXT = np.full(len(BATCHES), 700)
 
 
@@ -50,7 +50,7 @@ def test_times_are_positive_and_drafting_is_never_free() -> None:
 
 
 def test_draws_lie_around_the_base_within_a_factor() -> None:
-    ratio = np.stack([round_s(drawn) / round_s(BASE) for drawn in draws(1000)])
+    ratio = np.stack([round_s(drawn) / round_s(BASE) for drawn in draws(200)])
     assert np.abs(np.median(np.log(ratio), axis=0)).max() < 0.15, "the base is in the middle"
     assert 0.2 < np.log(ratio).std(axis=0).min() and np.log(ratio).std(axis=0).max() < 0.7
 
