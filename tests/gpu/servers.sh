@@ -5,9 +5,12 @@ dial="python3 -m draftdial.controller.cli"
 shapes=$(mktemp -d)
 python3 "$here/llama_shapes.py" "$shapes"
 graphs=${GRAPHS:-1 2 4 8 16 24 32 48 64 96 128 192 256}
+# SGLang captures prefills too, unless told otherwise; fewer sizes than its own make a shorter start. PREFILL_GRAPHS=none: off.
+prefill_graphs=(--cuda-graph-bs-prefill ${PREFILL_GRAPHS:-64 128 192 256 384 512 768 1024 1536 2048})
+[ "${PREFILL_GRAPHS:-}" != none ] || prefill_graphs=(--disable-prefill-cuda-graph)
 target=(--model-path "$shapes/target" --load-format dummy --skip-tokenizer-init --dtype bfloat16
   --attention-backend fa3 --sampling-backend pytorch --disable-radix-cache --context-length 10240
-  --max-running-requests 258 --cuda-graph-bs-decode $graphs --disable-prefill-cuda-graph
+  --max-running-requests 258 --cuda-graph-bs-decode $graphs "${prefill_graphs[@]}"
   --disable-flashinfer-autotune --stream-interval 8 --host 127.0.0.1)
 draft=(--speculative-algorithm EAGLE3 --speculative-draft-model-path "$shapes/draft")
 
