@@ -14,6 +14,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from draftdial.controller.bench_arms import NO_SPEC, Arm, SteeredArms
 from draftdial.controller.bench_loads import Load, closed_loads, lengths_of
 from draftdial.controller.bench_metrics import figures, policy_figures
@@ -25,11 +27,14 @@ from draftdial.controller.load_run import LoadResult, run_load
 from draftdial.controller.measured_server import flush_cache
 from draftdial.controller.stream_client import StreamClient
 from draftdial.engine_patch.client import Server
+from draftdial.envs.lengths import Lengths, TokenLaw
 from draftdial.envs.workload import RequestList
 
 SHOWN_ERRORS = 3
 WARM_UP = 4
 """Requests in flight, twice as many in all, before anything is measured: connections and caches."""
+IDLE_REQUESTS, IDLE_PROMPT_TOKENS = 11, 64
+"""One at a time, for one token each: what a request takes beside its work on the GPU."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,7 @@ class Bench:
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             bar = progress.add_task("warm-up", total=len(work.seeds) * len(work.loads) * len(names))
             self._warm_up(names)
+            document["server"]["idle_request"] = self._idle_request()
             for repeat, seed in enumerate(work.seeds):
                 for place, load in enumerate(work.loads):
                     requests = work.requests(load, seed)
@@ -145,6 +151,20 @@ class Bench:
             result = self._send(server, requests, seed)
             if len(result.errors) == requests.num_requests:
                 raise UserError(f"{server.url}: cannot be driven: {next(iter(result.errors.values()))}")
+
+    def _idle_request(self) -> dict[str, float]:
+        """What a request for one token takes the client that finds the steered server idle; the median."""
+        one = Lengths(
+            TokenLaw(IDLE_PROMPT_TOKENS, 0, IDLE_PROMPT_TOKENS, IDLE_PROMPT_TOKENS), TokenLaw(1, 0, 1, 1)
+        )
+        [load] = closed_loads([1], IDLE_REQUESTS, per_slot=1, lengths=one)
+        seed = self.work.seeds[0]
+        requests = self.work.requests(load, seed)
+        result = self._send(self.steered.server, requests, seed)
+        return {
+            "prompt_tokens": float(requests.prompt_tokens.mean()),
+            "e2e_s": float(np.median(result.finish_s - result.arrival_s)),
+        }
 
     def _measure(self, name: str, load: Load, requests: RequestList, seed: int) -> dict[str, Any]:
         server, arm = self._server(name), self.arms.get(name)

@@ -11,7 +11,7 @@ from typing import Any
 
 from draftdial.controller.bench_report import SCHEMA
 from draftdial.controller.bench_work import Work, fingerprint
-from draftdial.controller.cost_profile import CostProfile
+from draftdial.controller.cost_profile import CostProfile, OffMode
 from draftdial.controller.errors import UserError
 from draftdial.controller.files import sha256_of
 from draftdial.controller.policy import Policy
@@ -64,7 +64,7 @@ class ServedBench:
             UserError: its requests cannot be drawn again as they were served, or none was served.
         """
         options = document["options"]
-        if "closed" not in options or "policies" not in document:
+        if "closed" not in options or "policies" not in document or "idle_request" not in document["server"]:
             raise UserError(
                 f"{source}: an older draftdial wrote it, without what its requests were drawn from"
             )
@@ -100,6 +100,21 @@ class ServedBench:
         return status
 
     @property
+    def off_mode(self) -> OffMode:
+        """Without its parts, kv-only is warm."""
+        mode: OffMode = "warm" if self.status.get("kv_only_fallback") else self.status["off_mode"]
+        return mode
+
+    def turnaround_s(self, profile: CostProfile) -> float:
+        """What a request takes beside prefill and decoding: client, HTTP, the way to the scheduler and back.
+
+        That is, what one took that found the server idle, less the prefill that the profile has for it.
+        """
+        idle = self.document["server"]["idle_request"]
+        prefill_s = float(profile.prefill_s(idle["prompt_tokens"], self.off_mode))
+        return max(0.0, float(idle["e2e_s"]) - prefill_s)
+
+    @property
     def num_void(self) -> int:
         return len(self.document["runs"]) - len(self.runs)
 
@@ -122,12 +137,14 @@ class ServedBench:
         lists = [self.work.requests(self._load(run), run["seed"]) for run in runs]
         bank = acceptance.bank(self.work.options["domains"])
         options = ServerOptions(
-            # Without its parts, kv-only is warm.
-            off_mode="warm" if self.status.get("kv_only_fallback") else self.status["off_mode"],
+            off_mode=self.off_mode,
             lag=1 if self.document["server"]["disable_overlap_schedule"] else 2,
+            turnaround_s=self.turnaround_s(profile),
         )
         metrics = evaluate(policy, SimulatedEngine(lists, bank, profile, options))
         columns = {name: getattr(metrics, name).tolist() for name in (*FIGURES, WASTED)}
+        for name in ("e2e_mean_s", "ttft_mean_s"):  # as the client sees them
+            columns[name] = [seconds + options.turnaround_s for seconds in columns[name]]
         figures = [{name: column[i] for name, column in columns.items()} for i in range(len(runs))]
         known = [{name: value for name, value in row.items() if math.isfinite(value)} for row in figures]
         return list(zip(runs, known, strict=True))

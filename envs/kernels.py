@@ -133,21 +133,30 @@ def _enqueue(server, queue, requests, r):
 
 
 @compiled
+def _due_s(server, requests, r):
+    """When request `r`, the next one, reaches the scheduler; infinite while that hangs on a request to end."""
+    if not server.closed:
+        return requests[r].arrival_s
+    due_s = requests[r - 1].arrived_s if r > 0 else 0.0
+    freed = r - requests[r].concurrency
+    if freed < 0:
+        return due_s
+    if freed >= server.requests_finished:
+        return np.inf
+    return max(due_s, requests[freed].freed_s + server.turnaround_s)
+
+
+@compiled
 def _arrive(server, queue, requests):
     """Move every request that has arrived by now into the queue."""
     while server.next_request < server.num_requests:
         r = server.next_request
-        request = requests[r]
-        arrived_s = server.clock_s
-        if server.closed:
-            if r - server.requests_finished >= request.concurrency:
-                return
-        else:
-            arrived_s = request.arrival_s
-            if arrived_s > server.clock_s:
-                return
-            server.step_in_system_s += server.clock_s - arrived_s
+        arrived_s = _due_s(server, requests, r)
+        if arrived_s > server.clock_s:
+            return
+        server.step_in_system_s += server.clock_s - arrived_s
         server.next_request += 1
+        request = requests[r]
         request.arrived_s = arrived_s
         request.arrived_round = server.round_id
         request.emitted = request.head_start
@@ -194,8 +203,10 @@ def charge_violations(sim):
 
 
 @compiled
-def _finish(server, request, r):
+def _finish(server, requests, r):
+    request = requests[r]
     request.finish_s = server.clock_s
+    requests[server.requests_finished].freed_s = server.clock_s
     server.requests_finished += 1
     _charge_decoding(server, request)
     if server.warmup <= r and r < server.num_requests - server.warmup:
@@ -219,7 +230,7 @@ def _admit(sim, s, r):
         server.window_tokens += 1
     remaining = request.output_tokens - emitted
     if remaining == 0:
-        _finish(server, request, r)
+        _finish(server, sim.requests[s], r)
         return
     slot = sim.slots[s, server.num_active]
     slot.request = r
@@ -370,7 +381,7 @@ def _to_next_decision(sim, s):
             server.done = True
             break
         server.new_token_ratio = NEW_TOKEN_RATIO_START
-        _spend(server, requests[server.next_request].arrival_s - server.clock_s)
+        _spend(server, _due_s(server, requests, server.next_request) - server.clock_s)
     server.num_running = server.num_active + server.num_ghosts
     server.oldest_wait_rounds = 0
     if server.num_waiting > 0:
@@ -488,7 +499,7 @@ def _decode(sim, s, k, counts):
             else:
                 server.num_finished += 1
             context_tokens -= slot.context
-            _finish(server, requests[slot.request], np.int64(slot.request))
+            _finish(server, requests, np.int64(slot.request))
             active -= 1
             slots[i] = slots[active]
             continue

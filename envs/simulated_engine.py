@@ -41,6 +41,8 @@ class ServerOptions:
     """Longest time to first token that meets the service level."""
     tpot_limit_s: float = 0.02
     """Longest mean time per output token after the first that meets it."""
+    turnaround_s: float = 0.0
+    """Closed loop: from the end of a request until the client's next one has reached the scheduler."""
 
 
 @dataclass(frozen=True)
@@ -250,6 +252,7 @@ class SimulatedEngine:
                 "gap_tokens": o.gap_tokens,
                 "ttft_limit_s": o.ttft_limit_s,
                 "tpot_limit_s": o.tpot_limit_s,
+                "turnaround_s": o.turnaround_s,
             }
             for name, value in constants.items():
                 servers[name][s] = value
@@ -283,7 +286,7 @@ class SimulatedEngine:
         servers["outcome_round"][rows] = -1
         servers["pending_round"][rows] = -1
         servers["new_token_ratio"][rows] = kernels.NEW_TOKEN_RATIO_START
-        for name in ("arrived_s", "first_token_s", "finish_s"):
+        for name in ("arrived_s", "first_token_s", "finish_s", "freed_s"):
             self._sim.requests[name][rows] = np.nan
         self._sim.requests["charged"][rows] = False
         for array in (self._sim.outcome_counts, self._sim.pending_counts, self._sim.window_tier_s):

@@ -28,6 +28,7 @@ SERVER = np.dtype(
         ("gap_tokens", np.float64),
         ("ttft_limit_s", np.float64),
         ("tpot_limit_s", np.float64),
+        ("turnaround_s", np.float64),  # closed loop: from the end of a request to the arrival of the next
         # Clock and batch.
         ("clock_s", np.float64),
         ("batch_start_s", np.float64),  # arrivals after it missed the batch being formed
@@ -102,6 +103,7 @@ REQUEST = np.dtype(
         ("arrived_s", np.float64),
         ("first_token_s", np.float64),
         ("finish_s", np.float64),
+        ("freed_s", np.float64),  # of the i-th record: when the i-th request to end did so
     ],
     align=True,
 )

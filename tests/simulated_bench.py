@@ -26,6 +26,7 @@ from draftdial.envs.workload import make_workload
 MEANS = {"good": 2.5, "mixed": 1.2, "poor": 0.3}
 LENGTHS = "arrival_s,input_tokens,output_tokens\n0,20,16\n0.1,40,30\n0.2,9,24\n0.3,30,40\n"
 CONCURRENCIES, SEEDS = (1, 4), (3, 4)
+TURNAROUND_S = 0.004
 FIGURES = ("output_tok_s", "e2e_mean_s", "ttft_mean_s", "tpot_mean_s", "wasted_draft_share")
 
 
@@ -57,7 +58,14 @@ class SimulatedBenches:
         work = Work.of(options | {"domains": domains, "domain_span": span})
         document = {
             "schema": "draftdial.bench/1",
-            "server": {"disable_overlap_schedule": True, "status": self.status()},
+            "server": {
+                "disable_overlap_schedule": True,
+                "idle_request": {
+                    "prompt_tokens": 64.0,
+                    "e2e_s": TURNAROUND_S + float(self.profile.prefill_s(64, "skip")),
+                },
+                "status": self.status(),
+            },
             "options": work.options,
             "arms": [*self.deciders, "steer"],
             "policies": {"policy:mine": sha256_of(self.policy.read_bytes())},
@@ -99,11 +107,14 @@ class SimulatedBenches:
             for concurrency in CONCURRENCIES
         ]
         bank = ReplayedAcceptance({name: self.files[name] for name in domains}).bank(0)
-        engine = SimulatedEngine(lists, bank, self.profile, ServerOptions(off_mode="skip", lag=1))
+        engine = SimulatedEngine(
+            lists, bank, self.profile, ServerOptions(off_mode="skip", lag=1, turnaround_s=TURNAROUND_S)
+        )
         metrics = evaluate(policy, engine)
         found = []
         for i, concurrency in enumerate(CONCURRENCIES):
             figures = {name: float(getattr(metrics, name)[i]) for name in FIGURES}
+            figures |= {name: figures[name] + TURNAROUND_S for name in ("e2e_mean_s", "ttft_mean_s")}
             if arm == "off":
                 figures["wasted_draft_share"] = None  # type: ignore[assignment]
             where = {"arm": arm, "workload": "closed", "mode": "closed", "load": float(concurrency)}

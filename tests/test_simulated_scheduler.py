@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from draftdial.controller.errors import UserError
+from draftdial.controller.rules import FixedK
 from draftdial.envs.acceptance import AcceptanceBank
 from draftdial.envs.evaluate import run
 from draftdial.envs.simulated_engine import ServerOptions, SimulatedEngine
@@ -349,3 +350,46 @@ def test_nothing_is_lost_and_time_adds_up(
     assert (results.accepted <= results.drafted).all()
     tight = np.array([o.kv_pool_tokens == 1200 for o in options])
     assert (results.retracted[tight] > 0).any() and (results.retracted[~tight] == 0).any()
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_one_client_turns_round_after_every_answer(
+    lag: int, make_profile: Factory, make_bank: Factory, make_requests: Factory
+) -> None:
+    requests = make_requests([5] * 6, prompt_tokens=20, concurrency=1)
+    options = ServerOptions(lag=lag, turnaround_s=0.5)  # longer than an ended request stays in the batch
+    engine = SimulatedEngine([requests], make_bank({"a": [[0]]}), make_profile(), options)
+    results = run(FixedK(engine.tiers, 0), engine)
+    arrived, ended = results.arrival_s[0], results.finish_s[0]
+    np.testing.assert_allclose(arrived[1:], ended[:-1] + 0.5)
+    np.testing.assert_allclose(ended - arrived, ended[0])  # each finds the server idle, as the first one did
+
+
+def test_others_decode_while_a_client_turns_round(
+    make_profile: Factory, make_bank: Factory, make_requests: Factory
+) -> None:
+    """Eight clients keep fewer than eight requests in the server; all are served, in their order."""
+    requests = make_requests(np.arange(40) % 7 + 3, prompt_tokens=20, concurrency=8)
+    engine = SimulatedEngine(
+        [requests], make_bank({"a": [[0]]}), make_profile(), ServerOptions(lag=1, turnaround_s=0.05)
+    )
+    results = run(FixedK(engine.tiers, 0), engine)
+    arrived = results.arrival_s[0]
+    assert (np.diff(arrived) >= 0).all() and (arrived[:8] == 0).all()
+    ended = np.sort(results.finish_s[0])
+    np.testing.assert_allclose(arrived[8:], ended[: len(arrived) - 8] + 0.05)
+
+
+def test_load_that_rises_while_clients_turn_round_arrives_in_order(
+    make_profile: Factory, make_bank: Factory, make_requests: Factory
+) -> None:
+    concurrency = np.array([2] * 6 + [5] * 6 + [1] * 4)
+    requests = make_requests([6] * 16, prompt_tokens=20, concurrency=concurrency)
+    engine = SimulatedEngine(
+        [requests], make_bank({"a": [[0]]}), make_profile(), ServerOptions(lag=1, turnaround_s=0.02)
+    )
+    results = run(FixedK(engine.tiers, 0), engine)
+    arrived, ended = results.arrival_s[0], results.finish_s[0]
+    assert (np.diff(arrived) >= 0).all() and np.isfinite(ended).all()
+    in_system = [(arrived[: r + 1] <= arrived[r]).sum() - (ended < arrived[r]).sum() for r in range(16)]
+    assert (np.array(in_system) <= concurrency).all()
