@@ -26,7 +26,7 @@ from draftdial.controller.files import atomic_write, sha256_of
 from draftdial.controller.load_run import LoadResult, run_load
 from draftdial.controller.measured_server import flush_cache
 from draftdial.controller.stream_client import StreamClient
-from draftdial.engine_patch.client import Server
+from draftdial.engine_patch.client import Server, ServerRefused
 from draftdial.envs.lengths import Lengths, TokenLaw
 from draftdial.envs.workload import RequestList
 
@@ -175,6 +175,10 @@ class Bench:
         before = self.steered.status_of(arm) if arm is not None else {}
         result = self._send(server, requests, seed)
         after = self.steered.status() if arm is not None else {}
+        if after.get("kv_only_fallback") != before.get("kv_only_fallback"):
+            raise ServerRefused(f"its off mode kv-only fell back to warm: {after['kv_only_fallback']}")
+        if result.errors:
+            flush_cache(server)  # as soon as it is idle: what the client gave up may be running
         for i, error in list(result.errors.items())[:SHOWN_ERRORS]:
             print(f"draftdial: {name}, {load.label}: request {i}: {error}", file=sys.stderr)
         run = {"arm": name, "workload": load.workload, "mode": load.mode, "load": load.value}

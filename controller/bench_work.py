@@ -66,6 +66,12 @@ class Work:
             Path(options[name]) if options[name] else None for name in ("prompts", "tokenizer")
         )
         loads = tuple(_loads(options))
+        labels = [load.label for load in loads]
+        twice = next((label for label in labels if labels.count(label) > 1), None)
+        if twice is not None:
+            raise UserError(
+                f"bench: {twice}: found twice, allowed: each load once (--repeats serves it again)"
+            )
         asking = Asking.read(
             prompts, tokenizer, domains=tuple(options["domains"]), stops_at_eos=options["stop_at_eos"]
         )

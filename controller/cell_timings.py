@@ -11,8 +11,8 @@ from draftdial.engine_patch.measurement_plan import Phase
 
 WARM_UP_ROUNDS = 8
 """Of a phase: clocks settle, and the first two belong to the tier before under overlap."""
-TRIMMED = 0.1
-"""Share of a phase's rounds left out at either end: a host's hiccup takes longer than many rounds."""
+HICCUP = 1.5
+"""Times the median of its phase: a longer round is left out, as the host held it up."""
 HOST_BOUND_LAUNCH = 0.9
 """Launching takes this share of the period or more: the GPU waits for the host within the round."""
 PREFIX_HIT_TOKENS = 4
@@ -50,7 +50,7 @@ def timings(phases: Sequence[Phase], rounds: Iterable[Sequence[float]], is_gpu: 
 
 def _timing(of_phases: Sequence[Sequence[Sequence[float]]], is_gpu: bool) -> Timing:
     # Phases have contexts of their own, so each is averaged before they are averaged.
-    period, launch, idle, context = np.mean([trimmed_mean(np.array(times)) for times in of_phases], axis=0)
+    period, launch, idle, context = np.mean([steady_mean(np.array(times)) for times in of_phases], axis=0)
     periods = np.array([times[0] for phase in of_phases for times in phase])
     low, high = np.quantile(periods, [0.25, 0.75])
     is_host_bound = is_gpu and (launch >= HOST_BOUND_LAUNCH * period or idle >= HOST_BOUND_IDLE * period)
@@ -66,14 +66,14 @@ def _timing(of_phases: Sequence[Sequence[Sequence[float]]], is_gpu: bool) -> Tim
     }
 
 
-def trimmed_mean(times: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Mean of each column of `(num_rounds, num_columns)` without `TRIMMED` of its values at either end.
+def steady_mean(times: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Mean of each column of a phase's rounds, `(num_rounds, num_columns)`, periods first; without hiccups.
 
     Not the median: under off mode `kv-only` one round in several writes what the others owe.
     """
-    cut = int(TRIMMED * len(times))
-    kept: np.ndarray[Any, np.dtype[np.float64]] = np.sort(times, axis=0)[cut : len(times) - cut].mean(axis=0)
-    return kept
+    kept = times[times[:, 0] <= HICCUP * np.median(times[:, 0])]
+    means: np.ndarray[Any, np.dtype[np.float64]] = kept.mean(axis=0)
+    return means
 
 
 def accepted_share(phases: Sequence[Phase], rounds: Iterable[Sequence[float]]) -> float:

@@ -62,6 +62,14 @@ class MeasuredServer:
         """Can k = 0 keep the draft's KV here without running the draft?"""
         return self.status.get("off_mode") == "kv-only" and not self.status.get("kv_only_fallback")
 
+    def check_kv_only(self) -> None:
+        """ServerRefused if k = 0 was kept without the draft when this began, and no longer is."""
+        reason = self._only_status().get("kv_only_fallback")
+        if self.has_kv_only and reason:
+            raise ServerRefused(
+                f"its off mode kv-only fell back to warm meanwhile, so its times are void: {reason}"
+            )
+
     @property
     def tiers(self) -> tuple[int, ...]:
         """Values of k that may run; none on a server without speculation."""

@@ -23,13 +23,13 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def positive(text: str) -> float:
-    """A number above 0."""
+    """A number above 0, below a million: of seconds, what a socket can wait for."""
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"found {text}, allowed: a number above 0")
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"found {text}, allowed: a number above 0 and below a million")
     return value
 
 

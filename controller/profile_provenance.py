@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from draftdial.controller.cell_timings import TRIMMED, WARM_UP_ROUNDS
+from draftdial.controller.cell_timings import HICCUP, WARM_UP_ROUNDS
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,13 @@ class Provenance:
         clock = "GPU events" if self.is_gpu else "the host's clock (no GPU: says nothing of one)"
         missing = sorted(set(self.captured) - set(self.measured))
         host_bound = ", ".join(f"{row} at batch {batch}" for row, batch in sorted(self.host_bound))
+        forth_and_back = ", forth and back" if self.grid["repeats"] % 2 == 0 else ""
         return self._entry(
             [row for row in self.rows if row != "nospec" or self.has_nospec],
-            f"Mean interval between the ends of consecutive decode rounds by {clock}, {TRIMMED:.0%} left out "
-            f"at either end; {self.grid['repeats']} x {self.grid['rounds']} rounds of each k on the same "
-            f"requests, in random order and its reverse, {WARM_UP_ROUNDS} dropped after each change; the "
-            "batch alone and complete. "
+            f"Mean interval between the ends of consecutive decode rounds by {clock}, those above {HICCUP} "
+            f"times the median left out; {self.grid['repeats']} x {self.grid['rounds']} rounds of each k on "
+            f"the same requests, in random order{forth_and_back}, "
+            f"{WARM_UP_ROUNDS} dropped after each change; the batch alone and complete. "
             f"Batches {_listed(self.measured)}. context_tokens is the mean over the rounds that were timed.",
             f"Captured batches without a measurement: {_listed(missing)}; they lie on the line between their "
             f"neighbours. Host-bound, kept and noted: {host_bound or 'none'}. "

@@ -106,6 +106,7 @@ def _measure(args: argparse.Namespace, name: str) -> tuple[dict[str, object], se
         grid = _grid(args, speculative)
         measurements = Measurements.open(_measurements_path(args.out), grid, speculative.facts_that_last)
         _sweep(Sweep(speculative, grid, "speculative"), measurements)
+        speculative.check_kv_only()
     if args.no_spec or args.engine_arguments:
         with _server(args, is_speculative=False) as url:
             nospec = _measured(url, args)

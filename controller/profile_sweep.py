@@ -23,7 +23,7 @@ from draftdial.controller.files import atomic_write
 from draftdial.controller.measured_server import CellFailed, MeasuredServer
 from draftdial.engine_patch.measurement_plan import Phase
 
-SCHEMA = "draftdial.measurements/1"
+SCHEMA = "draftdial.measurements/2"
 PREFILL_TOKENS = (64, 256, 512, 1024, 2048, 4096, 8192)
 PREFILL_BATCH = 8
 """Requests that decode meanwhile: a prefill on an idle server takes the host's time, not the GPU's."""
@@ -192,7 +192,9 @@ class Sweep:
 
     def _switch(self, task: Task) -> dict[str, Any]:
         low, high = (
-            [kind for kind in self._kinds if kind.k][:2] if self._num_draft_kinds > 1 else self._kinds[:2]
+            [kind for kind in self._kinds if kind.k][:2]
+            if self._num_draft_kinds > 1
+            else (self._kinds[0], self._kinds[-1])
         )
         steady = [low, high]
         turns = [Phase(kind.k, 1) for _ in range(SWITCHES // 2) for kind in steady]

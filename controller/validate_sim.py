@@ -7,6 +7,7 @@ import datetime
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -114,12 +115,19 @@ def _cells(args: argparse.Namespace, profile: CostProfile) -> list[Cell]:
     if kind == "log":
         return log_cells(Path(args.of[0]), profile)
     acceptance = GivenAcceptance(args.acceptance)
+    _check_each_once("file", [str(Path(text).resolve()) for text in args.of])
+    _check_each_once("--policy", [Path(path).stem for path in args.policy])
     policies = [Arm.parse(f"policy:{path}") for path in args.policy]
     if kind == "url":
         benches = [served(args, args.of[0], profile, acceptance, policies)]
     else:
         benches = [ServedBench.read(Path(path)) for path in args.of]
     return bench_cells(benches, profile, acceptance, policies)
+
+
+def _check_each_once(name: str, found: Sequence[str]) -> None:
+    if len(set(found)) < len(found):
+        raise UserError(f"validate-sim: {name}: found {', '.join(found)}, allowed: each once")
 
 
 def _kind(text: str) -> Literal["url", "bench", "log"]:

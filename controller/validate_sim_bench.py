@@ -84,6 +84,7 @@ class ServedBench:
         if not runs:
             raise UserError(f"{source}: {len(document['runs'])} runs, none of them without failed requests")
         bench = cls(source, document, work, runs)
+        bench._check_shape()
         bench._check_lists()
         return bench
 
@@ -168,9 +169,17 @@ class ServedBench:
         return load_policy(file)
 
     def _load(self, run: Run) -> Any:
-        return next(
-            load for load in self.work.loads if (load.workload, load.value) == (run["workload"], run["load"])
-        )
+        loads = {(load.workload, load.value): load for load in self.work.loads}
+        return loads[run["workload"], run["load"]]
+
+    def _check_shape(self) -> None:
+        """Touch all that is read later, so that what is missing or of another type is found now."""
+        server, status = self.document["server"], self.status
+        [int(k) for k in status["tiers"].split(",")]
+        _ = status["off_mode"], server["disable_overlap_schedule"], self.document["policies"].keys()
+        [float(server["idle_request"][name]) for name in ("e2e_s", "prompt_tokens")]
+        [int(arm.removeprefix("fixed-")) for arm in self.document["arms"] if arm.startswith("fixed-")]
+        [float(run[name]) for run in self.runs for name in FIGURES]
 
     def _check_lists(self) -> None:
         """UserError unless the lists are those that were served: a file of lengths may have changed."""

@@ -106,7 +106,10 @@ class KvOnly:
 
     def decide(self, k: int) -> int:
         """What the coming round runs, where `k` was decided."""
-        return k if self.fallback else self.restart.decide(k)
+        if not self.fallback:
+            return self.restart.decide(k)
+        is_cold, self.restart.is_cold = self.restart.is_cold, False
+        return 0 if is_cold else k
 
     def extend(
         self, original: Callable[..., Any], worker: Any, batch: Any, result: Any, **kwargs: Any
@@ -166,6 +169,8 @@ class KvOnly:
         """Keep what a round needs, or write it where it is too much to be kept."""
         if not self._backlog.takes(owed, requests):
             self.settle()
+        if self.fallback:
+            return
         if self._backlog.takes(owed, requests):
             self._attempt(self._backlog.add, owed, requests)
         else:
@@ -187,11 +192,12 @@ class KvOnly:
         return Projected(*self._draft_kv.project(owed.token_ids.long(), fused, owed.positions))
 
     def _fill(self, after: Any, owed: Owed) -> None:
-        """Shape what a next round at k > 0 would begin with; no value matters, since the draft runs first."""
+        """Shape what a next round at k > 0 would begin with. Only a measurement begins one without the draft
+        having run, and then any value will do that the draft's vocabulary has."""
         import torch
 
         assert self._draft_kv is not None
-        after.topk_index = owed.token_ids.long()[:, None]
+        after.topk_index = torch.zeros_like(owed.token_ids, dtype=torch.int64)[:, None]
         after.topk_p = torch.ones_like(after.topk_index, dtype=torch.float32)
         after.hidden_states = owed.hidden[:, : self._draft_kv.width]
 

@@ -115,6 +115,8 @@ def obstacle(runner: Any, release: str, *, is_multimodal: bool = False) -> str:
         return "the model takes more than text"
     if getattr(runner.model, "_draft_window_size", None) is not None:
         return "--speculative-draft-window-size is set"
+    if getattr(runner, "canary_manager", None) is not None:
+        return "--kv-canary watches who writes KV"
     if getattr(getattr(runner, "kv_index_translator", None), "is_translating", False):
         return "this server translates KV slots"
     return ""

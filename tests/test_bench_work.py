@@ -102,6 +102,7 @@ def test_options_that_went_through_json_draw_the_same(options: dict[str, Any]) -
     ("arguments", "said"),
     [
         (["--rates", "2", "--per-slot", "4"], "--per-slot: no --closed"),
+        (["--closed", "4,4"], "closed C = 4: found twice, allowed: each load once"),
         (["--closed", "1", "--per-slot", "0"], "found 0"),
         (["--closed", "1", "--domain-span", "5:9"], "--domain-span: found none to change between"),
         (["--closed", "1", "--domains", "a", "--domain-span", "5:9"], "--domain-span: found a to change"),

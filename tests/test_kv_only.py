@@ -275,6 +275,8 @@ def round_at_zero(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[KvOnly
             )
             runs.clear()
             kv_only.extend(original, None, batch, result)
+            if not runs:  # token ids of the target, and its vocabulary may be larger than the draft's
+                assert result.next_draft_input.topk_index.tolist() == [[0], [0]]
             return len(runs)
 
         return kv_only, draft, run
@@ -313,6 +315,16 @@ def test_a_slot_that_changes_hands_keeps_what_its_last_owner_wrote(round_at_zero
     assert draft.writes == [[1, 2], [3, 1]]
 
 
+def test_a_write_that_fails_at_a_prefill_still_costs_a_warm_round(round_at_zero: Factory) -> None:
+    kv_only, draft, run = round_at_zero()
+    run()
+    run()
+    draft.fails = True
+    before_draft_extend_for_prefill()
+    assert kv_only.fallback == "RuntimeError: no such kernel"
+    assert [kv_only.decide(3), kv_only.decide(3)] == [0, 3]
+
+
 def test_no_more_is_owed_than_there_is_room_for(round_at_zero: Factory) -> None:
     kv_only, draft, run = round_at_zero()
     run()
@@ -347,6 +359,8 @@ def test_a_projection_that_raises_is_never_used_again(round_at_zero: Factory, fa
         assert run() == 0
         draft.fails = True
         assert run(requests="bc") == 1
+        kv_only.settle()
+        assert draft.writes == []
     assert kv_only.fallback == "RuntimeError: no such kernel"
     draft.fails = False
     assert run() == 1 and kv_only.decide(3) == 3

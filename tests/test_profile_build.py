@@ -51,16 +51,16 @@ def rows(period_ms: float, launch_ms: float = 1.0, idle_ms: float = 0.0, phase: 
 
 
 def test_a_timing_is_the_mean_without_warm_up_and_hiccups() -> None:
-    phase = [*rows(10.0), [0, 99, 250.0, 1.0, 0.0, 64.0], [0, 99, 0.1, 1.0, 0.0, 64.0]]
-    [timing] = timings([Phase(3, 19)], phase, is_gpu=True).values()
+    phase = [*rows(10.0), [0, 99, 250.0, 1.0, 0.0, 64.0]]
+    [timing] = timings([Phase(3, 18)], phase, is_gpu=True).values()
     assert timing["period_ms"] == pytest.approx(10 + 1 / 9)
-    assert timing["rounds"] == 11 and timing["context"] == 64.0 and not timing["host_bound"]
+    assert timing["rounds"] == 10 and timing["context"] == 64.0 and not timing["host_bound"]
 
 
 def test_rounds_that_write_for_others_count() -> None:
     times = [[0, WARM_UP_ROUNDS + i, 14.0 if i % 4 == 3 else 13.0, 1.0, 0.0, 60.0] for i in range(20)]
     [timing] = timings([Phase(0, 28, "kv-only")], times, is_gpu=True).values()
-    assert 13.15 < timing["period_ms"] < 13.3
+    assert timing["period_ms"] == 13.25
 
 
 def test_phases_are_averaged_each_at_its_own_context() -> None:

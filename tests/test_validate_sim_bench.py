@@ -132,6 +132,21 @@ def changed(served: SimulatedBenches, **options: Any) -> Path:
             ("good",),
             "not as `draftdial bench` writes",
         ),
+        (
+            lambda served: served.bench("b.json", "good", server={"status": []}),
+            ("good",),
+            "not as `draftdial bench` writes|older draftdial",
+        ),
+        (
+            lambda served: served.bench("b.json", "good", arms=["fixed-x"]),
+            ("good",),
+            "not as `draftdial bench` writes",
+        ),
+        (
+            lambda served: served.bench("b.json", "good", policies=["policy:mine"]),
+            ("good",),
+            "not as `draftdial bench` writes",
+        ),
         (lambda served: served.bench("b.json", "good", schema="x"), ("good",), "neither a decision log nor"),
     ],
 )
@@ -158,6 +173,12 @@ def test_another_policy_of_the_same_name_is_refused(
     other = served.policy.rename(served.folder / "other.safetensors")
     assert main([*command(served, bench), "--policy", str(other)]) == 2
     assert "--policy: found policy:other, allowed: what is an arm" in capsys.readouterr().err
+
+
+def test_a_bench_counts_once(served: SimulatedBenches, capsys: pytest.CaptureFixture[str]) -> None:
+    path = served.bench("bench.json", *MEANS)
+    assert main(command(served, path, path)) == 2
+    assert "validate-sim: file: found" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

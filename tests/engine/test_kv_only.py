@@ -78,6 +78,21 @@ def write_full_draft(source: Path, folder: Path, *, norm_before_fc: bool) -> Non
     save_file(tensors, folder / "model.safetensors")
 
 
+def write_small_vocabulary(source: Path, folder: Path, *, size: int) -> None:
+    """The draft in `source`, able to propose every other one of the target's first `2 * size` tokens."""
+    config, tensors = (
+        json.loads((source / "config.json").read_text()),
+        load_file(source / "model.safetensors"),
+    )
+    proposed = 2 * np.arange(size)
+    config["draft_vocab_size"] = size
+    tensors["lm_head.weight"] = np.ascontiguousarray(tensors["lm_head.weight"][proposed])
+    tensors["d2t"] = (proposed - np.arange(size)).astype(np.int64)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+
+
 def entries(server: SteeredServer, name: str) -> NDArray[np.float32]:
     """The draft's keys and values of a finished request, `(tokens, 2, heads, width)`."""
     kv = np.load(server.folder / f"kv-{name}.npz")
@@ -175,6 +190,26 @@ def test_second_turns_inherit_kv_that_is_right(server: SteeredServer, reference:
     assert sum(answer.meta["cached_tokens"] >= 60 for answer in answers) >= 3
     texts = [request.prompt + tuple(answer.tokens) for request, answer in zip(second, answers, strict=True)]
     assert stale(server, [f"second-{i}" for i in range(4)], texts) == [0] * 4
+
+
+def test_a_measurement_may_speculate_right_after_off_with_a_small_draft_vocabulary(
+    models: Path, tmp_path: Path
+) -> None:
+    """Then the draft begins with what `kv-only` left it, which must be tokens that it has."""
+    write_small_vocabulary(models / "draft", tmp_path / "small", size=512)
+    policy = policies.saved(policies.jumping(seed=1, in_turn=True), tmp_path / "policy.safetensors")
+    arguments = [
+        *target_arguments(models),
+        *("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(tmp_path / "small")),
+    ]
+    grid = ["--batches", "1,2", "--contexts", "32,96", "--rounds", "4", "--held-out", "0"]
+    with SteeredServer(arguments, tmp_path, serve=[str(policy), "--off-mode", "kv-only"]) as server:
+        request = Request(tuple(range(900, 960)), 60)
+        assert len(Sending(server, [request]).answers()[0].tokens) == 60
+        measured = server.command("profile", server.url, "--out", str(tmp_path / "tiny.json"), *grid)
+        assert measured.returncode == 0, measured.stderr
+        status = server.status()
+        assert (status["kv_only_fallback"], status["errors"]) == ("", 0)
 
 
 def test_a_failing_projection_leaves_the_server_warm(server: SteeredServer, reference: Reference) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from draftdial.controller.cell_timings import WARM_UP_ROUNDS, trimmed_mean
+from draftdial.controller.cell_timings import WARM_UP_ROUNDS, steady_mean
 from draftdial.controller.cost_profile import OffMode
 from draftdial.controller.files import atomic_write
 from draftdial.controller.measured_server import MeasuredServer
@@ -44,7 +44,7 @@ def means(server: MeasuredServer, phases: Sequence[Phase], batch: int, context: 
     for phase, place, period_ms, *_ in report["rounds"]:
         if place >= WARM_UP_ROUNDS and period_ms >= 0:
             kept[int(phase)].append([period_ms])
-    return [float(trimmed_mean(np.array(times))[0]) for times in kept]
+    return [float(steady_mean(np.array(times))[0]) for times in kept]
 
 
 def main() -> None:
