@@ -134,7 +134,7 @@ def _enqueue(server, queue, requests, r):
 
 @compiled
 def _due_s(server, requests, r):
-    """When request `r`, the next one, reaches the scheduler; infinite while that hangs on a request to end."""
+    """When request `r`, the next one, reaches the scheduler; infinite while another has to end first."""
     if not server.closed:
         return requests[r].arrival_s
     due_s = requests[r - 1].arrived_s if r > 0 else 0.0
