@@ -153,5 +153,6 @@ def _as_comparison(document: dict[str, Any]) -> dict[str, Any]:
         for cell in document["cells"]
         if "metrics" in cell
     ]
-    tested = [arm for arm in document["arms"] if arm == "steer" or arm.startswith("policy:")]
+    drawn = dict.fromkeys(row["policy"] for row in rows)
+    tested = [arm for arm in drawn if arm == "steer" or arm.startswith("policy:")]
     return {"cells": rows, "summary": dict.fromkeys(tested)}

@@ -31,7 +31,7 @@ def served(
     """
     server = Server(url, args.api_key)
     check_server(server.replicas()[0], url, profile, acceptance, acceptance.domains)
-    arms = [*(Arm.parse(f"fixed-{k}") for k in profile.tiers), *policies]
+    arms = [*(Arm.parse(f"fixed-{k}" if k else "off") for k in profile.tiers), *policies]
     work = Work.of({name: getattr(args, name) for name in _OF_WORK} | {"domains": acceptance.domains})
     steered = SteeredArms(server, arms, args.deployed)
     bench = Bench(steered, arms, work, args.out, limits=Limits(timeout_s=args.timeout), api_key=args.api_key)

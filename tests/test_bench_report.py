@@ -132,6 +132,13 @@ def test_the_report_holds_every_run_and_the_curves(tmp_path: Path) -> None:
     assert len(lines) == 12 and lines[0]["rounds_at_k3"] == "7" and lines[0]["arm"] == "steer"
 
 
+def test_an_arm_whose_runs_are_all_void_is_in_the_report(tmp_path: Path) -> None:
+    void = [run | {"failed": 1} if run["arm"] == "steer" else run for run in RUNS]
+    found = document([*void, *(run | {"load": 8.0} for run in void)])
+    write_report(found, tmp_path)
+    assert [line.split()[:2] for line in table(found).splitlines()[2:4]] == [["steer", "-"], ["off", "103"]]
+
+
 def test_arms_are_named(tmp_path: Path, make_policy_file: Callable[..., PolicyFile]) -> None:
     assert Arm.parse("off").mode == "off" and Arm.parse("sglang-adaptive").mode == "shadow"
     assert Arm.parse("fixed-3").forced_k == 3

@@ -72,7 +72,7 @@ def test_both_sides_serve_the_same_requests_with_the_same_acceptance(
     assert done.returncode == 0, done
     document = json.loads((tmp_path / "out" / "validate.json").read_text())
     cells = document["cells"]
-    arms = [*(f"fixed-{k}" for k in policies.TIERS), "policy:policy"]
+    arms = ["off", *(f"fixed-{k}" for k in policies.TIERS[1:]), "policy:policy"]
     assert [(cell["arm"], cell["load"]) for cell in cells] == [(arm, load) for arm in arms for load in (1, 3)]
     for cell in cells:
         for name, error in cell["error"].items():
