@@ -10,11 +10,11 @@ import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from draftdial.controller.cost_profile import OffMode
 from draftdial.engine_patch import compat, rank_agreement
 from draftdial.engine_patch.kv_only_backlog import Backlog, Owed
 from draftdial.engine_patch.kv_only_projection import DraftKv, obstacle
 from draftdial.engine_patch.rank_agreement import Vote
+from draftdial.engine_patch.warm_restart import WarmRestart
 
 logger = logging.getLogger(__name__)
 
@@ -44,44 +44,6 @@ class Projected(NamedTuple):
 
     key: Any
     value: Any
-
-
-class WarmRestart:
-    """Turns "on" into "one warm round, then on". What it says depends on the decisions before alone.
-
-    A decision that had to wait is made good in the next round, also where that one decides 0: else one that
-    probes with a single round would never learn anything.
-    """
-
-    def __init__(self) -> None:
-        self.leaves_out = False
-        """Does the newest round leave the draft out?"""
-        self.is_cold = False
-        """Did it, so that none may speculate next?"""
-        self.num_restarts = 0
-        """Rounds that a decision above 0 had to wait for."""
-        self._owed_k = 0
-
-    def decide(self, k: int) -> int:
-        """What the coming round runs, where `k` was decided."""
-        self.leaves_out = False
-        if k > 0 and self.is_cold:
-            self.is_cold, self._owed_k = False, k
-            self.num_restarts += 1
-            return 0
-        k, self._owed_k = k or self._owed_k, 0
-        self.leaves_out = self.is_cold = k == 0
-        return k
-
-    def measure(self, k: int, off_mode: OffMode) -> None:
-        """The coming round runs `k`, in this off mode where that is 0, because a measurement says so."""
-        self._owed_k = 0
-        self.leaves_out = k == 0 and off_mode == "kv-only"
-        self.is_cold = k == 0 and off_mode != "warm"
-
-    def forget(self) -> None:
-        """Owe nothing any more: somebody else decides from now on."""
-        self._owed_k = 0
 
 
 class KvOnly:

@@ -20,7 +20,7 @@ from draftdial.controller.errors import UserError
 from draftdial.controller.policy_export import rule_file
 from draftdial.controller.rules import FixedK, Threshold
 from draftdial.engine_patch.dial import Dial, Loaded
-from draftdial.engine_patch.kv_only import KvOnly, WarmRestart, before_draft_extend_for_prefill
+from draftdial.engine_patch.kv_only import KvOnly, before_draft_extend_for_prefill
 from draftdial.engine_patch.kv_only_backlog import Backlog
 from draftdial.engine_patch.kv_only_projection import obstacle
 from draftdial.engine_patch.launch_checks import SKIP
@@ -28,6 +28,7 @@ from draftdial.engine_patch.server_tiers import off_mode_of
 from draftdial.engine_patch.settings import OFF_MODE, Settings
 from draftdial.engine_patch.status import status_of
 from draftdial.engine_patch.status_command import status_lines
+from draftdial.engine_patch.warm_restart import WarmRestart
 from draftdial.envs.simulated_engine import ServerOptions, SimulatedEngine
 
 Factory = Callable[..., Any]
