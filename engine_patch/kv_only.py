@@ -1,4 +1,5 @@
-"""Off mode `kv-only`: a round at k = 0 leaves out the draft; its KV is made good before anything reads it.
+"""Off mode `kv-only`: rounds at k = 0 and the prefills between them leave out the draft; its KV is made good
+before anything reads it.
 
 What the first speculating round needs besides, the draft's hidden state and first token, comes from one
 ordinary round at k = 0 just before it: "on" becomes "one warm round, then on". docs/off.md has the reasons.
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 from draftdial.engine_patch import compat, rank_agreement
 from draftdial.engine_patch.kv_only_backlog import Backlog, Owed
+from draftdial.engine_patch.kv_only_prefill import Prefill, is_plain
 from draftdial.engine_patch.kv_only_projection import DraftKv, obstacle
 from draftdial.engine_patch.rank_agreement import Vote
 from draftdial.engine_patch.warm_restart import WarmRestart
@@ -50,20 +52,23 @@ class KvOnly:
     """This off mode in one process; the same happens on every rank.
 
     The first round that would leave the draft out runs it all the same and compares what it wrote with the
-    projection: only then is that trusted. Any exception makes k = 0 `warm` for good; what was owed by then
-    stays unwritten.
+    projection: only then is that trusted; and so does the first prefill. Any exception makes k = 0 `warm` for
+    good; what was owed by then stays unwritten.
     """
 
     def __init__(self, scheduler: Any) -> None:
         self.fallback = ""
         """Why k = 0 keeps running the draft; empty where it does not."""
         self.num_rounds = 0
-        """Rounds that left the draft out."""
+        """Decode rounds that left the draft out."""
+        self.num_prefills = 0
+        """Prefills that did."""
         self.restart = WarmRestart()
         self._scheduler = scheduler
         self._draft_kv: DraftKv | None = None
         self._backlog = Backlog()
-        self._is_proven = False
+        self._proven: set[str] = set()
+        """Of `decode` and `prefill`."""
         self._agree(self._prepared)
 
     def decide(self, k: int) -> int:
@@ -80,15 +85,48 @@ class KvOnly:
         if not self.restart.leaves_out or self.fallback:
             self.settle()
             return original(worker, batch, result, **kwargs)
-        if not self._is_proven:
-            return self._prove(original, worker, batch, result, **kwargs)
         owed = _owed(batch, result)
+        if "decode" not in self._proven:
+            self.restart.is_cold = False
+            return self._prove("decode", owed, lambda: original(worker, batch, result, **kwargs))
         self._owe(owed, [request.rid for request in batch.reqs])
         if self.fallback:
             return original(worker, batch, result, **kwargs)
         self._fill(result.next_draft_input, owed)
         self.num_rounds += 1
         return None
+
+    def prefill(
+        self,
+        original: Callable[..., Any],
+        worker: Any,
+        batch: Any,
+        hidden: Any,
+        next_token_ids: Any,
+        embeds: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """In place of SGLang's draft extend after a prefill; see `around_draft_extend_for_prefill`."""
+        self.settle()  # it reads prefixes, and reuses the slots of requests that have ended
+
+        def run() -> Any:
+            return original(worker, batch, hidden, next_token_ids, embeds, **kwargs)
+
+        if not self.restart.is_cold or self.fallback or not is_plain(worker, batch, embeds):
+            return run()
+        try:
+            prefill = Prefill(worker, batch, hidden, next_token_ids)
+        except Exception as error:
+            self._fall_back(f"{type(error).__name__}: {error}")
+            return run()
+        if "prefill" not in self._proven:
+            return self._prove("prefill", prefill.owed, run)
+        self._attempt(self._write, prefill.owed)
+        if self.fallback:
+            return run()
+        assert self._draft_kv is not None
+        self.num_prefills += 1
+        return prefill.draft_input(self._draft_kv.width)
 
     def settle(self) -> None:
         """Write all of the draft's KV that is owed: something is about to read it, or to reuse its slots."""
@@ -113,17 +151,15 @@ class KvOnly:
             self._draft_kv = DraftKv(runner)
         return reason
 
-    def _prove(
-        self, original: Callable[..., Any], worker: Any, batch: Any, result: Any, **kwargs: Any
-    ) -> Any:
+    def _prove(self, what: str, owed: Owed, run: Callable[[], Any]) -> Any:
         """Run the draft, and compare what it writes with the projection made before."""
-        owed, projected, reason = _owed(batch, result), None, ""
+        projected, reason = None, ""
         try:
             projected = self._projected(owed)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-        returned = original(worker, batch, result, **kwargs)
-        self.restart.is_cold, self._is_proven = False, True
+        returned = run()
+        self._proven.add(what)
         self._agree(lambda: reason or self._difference(projected, owed.slots))
         return returned
 
@@ -203,15 +239,18 @@ def around_draft_extend_for_decode(
     return _current.extend(original, worker, batch, result, **kwargs)
 
 
-def before_draft_extend_for_prefill(*_args: Any, **_kwargs: Any) -> None:
-    """BEFORE `EagleDraftWorker._draft_extend_for_prefill`, which reads prefixes and reuses slots."""
-    if _current is not None:
-        _current.settle()
+def around_draft_extend_for_prefill(
+    original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """AROUND `EagleDraftWorker._draft_extend_for_prefill`, which runs the draft over prompts."""
+    if _current is None or len(args) not in (2, 3):
+        return original(worker, batch, *args, **kwargs)
+    return _current.prefill(original, worker, batch, *args, **kwargs)
 
 
 def hooks() -> list[compat.Hook]:
     """What a server with this off mode hooks besides."""
     return [
         compat.Hook(TARGET, "around", around_draft_extend_for_decode),
-        compat.Hook(PREFILL, "before", before_draft_extend_for_prefill),
+        compat.Hook(PREFILL, "around", around_draft_extend_for_prefill),
     ]

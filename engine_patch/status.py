@@ -97,6 +97,7 @@ def _kv_only(kv_only: KvOnly | None) -> Status:
     return {
         "kv_only_fallback": kv_only.fallback,
         "kv_only_rounds": kv_only.num_rounds,
+        "kv_only_prefills": kv_only.num_prefills,
         "kv_only_restarts": kv_only.restart.num_restarts,
     }
 

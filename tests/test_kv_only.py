@@ -20,7 +20,7 @@ from draftdial.controller.errors import UserError
 from draftdial.controller.policy_export import rule_file
 from draftdial.controller.rules import FixedK, Threshold
 from draftdial.engine_patch.dial import Dial, Loaded
-from draftdial.engine_patch.kv_only import KvOnly, before_draft_extend_for_prefill
+from draftdial.engine_patch.kv_only import KvOnly, around_draft_extend_for_prefill
 from draftdial.engine_patch.kv_only_backlog import Backlog
 from draftdial.engine_patch.kv_only_projection import obstacle
 from draftdial.engine_patch.launch_checks import SKIP
@@ -197,7 +197,9 @@ def test_a_server_that_fell_back_says_so(profile: CostProfile) -> None:
         )
     )
     restart = WarmRestart()
-    dial.kv_only = SimpleNamespace(restart=restart, fallback="two layers", num_rounds=0)  # type: ignore[assignment]
+    dial.kv_only = SimpleNamespace(  # type: ignore[assignment]
+            restart=restart, fallback="two layers", num_rounds=0, num_prefills=0
+    )
     status = status_of(dial)
     assert (status["off_mode"], status["kv_only_fallback"], status["kv_only_rounds"]) == (
         "warm",
@@ -229,13 +231,18 @@ class Draft:
         self.pool = torch.zeros(9, 1, 2)
         self.writes: list[list[int]] = []
         """The slots of each."""
+        self.seen: list[tuple[list[int], list[int]]] = []
+        """Tokens and positions of each projection."""
 
     def fused(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden
 
-    def project(self, token_ids: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def project(
+        self, token_ids: torch.Tensor, fused: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.fails:
             raise RuntimeError("no such kernel")
+        self.seen.append((token_ids.tolist(), positions.tolist()))
         entry = torch.full((len(token_ids), 1, 2), self.projected)
         return entry, entry.clone()
 
@@ -285,6 +292,35 @@ def round_at_zero(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[KvOnly
     return make
 
 
+EagleDraftInput = SimpleNamespace
+"""What `Prefill` looks for in the module of SGLang's worker, which is this one for `Worker`."""
+
+
+def _eagle_prefill_tail_tokens(batch: Any, next_token_ids: torch.Tensor) -> torch.Tensor:
+    return next_token_ids.long()
+
+
+class Worker:
+    pass
+
+
+def prefill(draft: Draft, slots: list[int], mode: str = "EXTEND") -> Any:
+    """A prompt of two tokens behind a prefix of three and one of the others; None if the draft ran over them."""
+    batch = SimpleNamespace(
+        extend_lens=[2, len(slots) - 2],
+        prefix_lens=[3, 0],
+        input_ids=torch.arange(10, 10 + len(slots)),
+        out_cache_loc=torch.tensor(slots),
+        forward_mode=SimpleNamespace(name=mode),
+    )
+
+    def original(*_: Any) -> None:
+        draft.pool[torch.tensor(slots)] = 1.0
+
+    hidden = torch.arange(4.0 * len(slots)).view(-1, 4)
+    return around_draft_extend_for_prefill(original, Worker(), batch, hidden, torch.tensor([7, 8]))
+
+
 def test_the_first_round_runs_the_draft_and_the_next_ones_do_not(round_at_zero: Factory) -> None:
     kv_only, draft, run = round_at_zero()
     assert [run() for _ in range(3)] == [1, 0, 0]
@@ -312,7 +348,7 @@ def test_a_slot_that_changes_hands_keeps_what_its_last_owner_wrote(round_at_zero
     run(slots=(1, 2), requests="ab")
     run(slots=(3, 1), requests="bc")  # a has ended
     assert draft.writes == [[1, 2]]
-    before_draft_extend_for_prefill()
+    prefill(draft, [5, 6, 7])
     assert draft.writes == [[1, 2], [3, 1]]
 
 
@@ -321,9 +357,48 @@ def test_a_write_that_fails_at_a_prefill_still_costs_a_warm_round(round_at_zero:
     run()
     run()
     draft.fails = True
-    before_draft_extend_for_prefill()
+    assert prefill(draft, [5, 6, 7]) is None
     assert kv_only.fallback == "RuntimeError: no such kernel"
     assert [kv_only.decide(3), kv_only.decide(3)] == [0, 3]
+
+
+def test_prefills_between_rounds_that_left_the_draft_out_leave_it_out_too(round_at_zero: Factory) -> None:
+    kv_only, draft, run = round_at_zero()
+    assert prefill(draft, [1, 2, 3]) is None  # nothing was left out yet
+    run()
+    assert prefill(draft, [1, 2, 3]) is None  # nor by the round that proved the projection
+    run()
+    assert prefill(draft, [1, 2, 3]) is None  # and this one proves it for prefills
+    assert (kv_only.num_prefills, draft.writes) == (0, [[0, 2]])
+    after = prefill(draft, [4, 5, 6, 7])
+    assert (kv_only.num_prefills, draft.writes[1:]) == (1, [[4, 5, 6, 7]])
+    assert draft.seen[-1] == ([11, 7, 13, 8], [3, 4, 0, 1])
+    assert after.topk_index.tolist() == [[0], [0]] and after.topk_p.tolist() == [[1.0], [1.0]]
+    assert after.hidden_states.tolist() == [[4.0, 5.0], [12.0, 13.0]]
+    assert after.bonus_tokens.tolist() == [7, 8]
+    assert kv_only.decide(3) == 0  # the round that warms up
+    kv_only.extend(lambda *_: None, None, None, None)
+    assert prefill(draft, [1, 2, 3]) is None
+    assert kv_only.fallback == ""
+
+
+def test_a_prefill_that_is_mixed_with_decoding_runs_the_draft(round_at_zero: Factory) -> None:
+    kv_only, draft, run = round_at_zero()
+    for _ in range(3):
+        run()
+        assert prefill(draft, [1, 2, 3], mode="MIXED") is None
+    assert kv_only.num_prefills == 0
+
+
+def test_a_projection_that_fails_at_a_prefill_runs_the_draft(round_at_zero: Factory) -> None:
+    kv_only, draft, run = round_at_zero()
+    for _ in range(2):
+        run()
+        prefill(draft, [1, 2, 3])
+    draft.fails = True
+    kv_only._backlog.take()
+    assert prefill(draft, [4, 5, 6, 7]) is None
+    assert kv_only.fallback == "RuntimeError: no such kernel" and draft.pool[4:8].eq(1.0).all()
 
 
 def test_no_more_is_owed_than_there_is_room_for(round_at_zero: Factory) -> None:

@@ -177,6 +177,32 @@ def test_kv_is_kept_through_retraction_chunks_aborts_and_swaps(
     assert stale(server, [f"load-{i}" for i in range(12)], texts) == [0] * 12
 
 
+@pytest.mark.parametrize("fault", [0, 1], ids=["works", "writes nothing"])
+def test_prompts_read_while_off_have_kv_that_is_right(
+    server: SteeredServer, reference: Reference, fault: int
+) -> None:
+    """In chunks, beside requests that decode; retracted ones are read again."""
+    before = server.status()
+    assert server.set(draftdial_force_k=0)
+    assert server.set(probe_kv_only=fault)
+    requests = reference.choose(
+        random_requests(seed=67 + fault, prompt_tokens=(20, 100), new_tokens=(150, 200), spread_s=0.5), 6
+    )
+    sending = Sending(server, requests, name=f"kv-prompt-{fault}")
+    server.await_batch(len(requests))
+    server.await_rounds(20)
+    assert server.set(draftdial_force_k=-1)
+    assert tokens_of(sending.answers()) == reference.tokens(requests)
+    after = server.status()
+    assert after["kv_only_prefills"] - before["kv_only_prefills"] >= len(requests)
+    texts = [
+        request.prompt + tuple(tokens)
+        for request, tokens in zip(requests, reference.tokens(requests), strict=True)
+    ]
+    num_stale = stale(server, [f"prompt-{fault}-{i}" for i in range(len(requests))], texts)
+    assert max(num_stale) == 0 if fault == 0 else sum(num_stale) >= 100
+
+
 def test_second_turns_inherit_kv_that_is_right(server: SteeredServer, reference: Reference) -> None:
     first = reference.choose(random_requests(seed=64, new_tokens=(60, 90), spread_s=0.2), 4)
     assert tokens_of(Sending(server, first).answers()) == reference.tokens(first)

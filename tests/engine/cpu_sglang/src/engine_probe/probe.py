@@ -93,7 +93,8 @@ class Probe:
     def releasing(self, req: Any, *_args: Any, **_kwargs: Any) -> None:
         if self.worker is None or not str(req.rid).startswith("kv-"):
             return
-        kv_only.before_draft_extend_for_prefill()  # as whatever reads the draft's KV next would
+        if kv_only._current is not None:
+            kv_only._current.settle()  # as whatever reads the draft's KV next would
         pool = self.worker.draft_worker.draft_runner.token_to_kv_pool
         row = req.kv.req_pool_idx if hasattr(req.kv, "req_pool_idx") else req.req_pool_idx
         num_tokens = len(req.origin_input_ids) + len(req.output_ids) - 1  # the last one was never fed back
