@@ -1,4 +1,4 @@
-"""What the rounds of one measured cell say: their mean and spread, and whether the host set them."""
+"""What the rounds of one measured cell say: their mean and spread, and how busy the host was."""
 
 from __future__ import annotations
 
@@ -13,15 +13,12 @@ WARM_UP_ROUNDS = 8
 """Of a phase: clocks settle, and the first two belong to the tier before under overlap."""
 HICCUP = 1.5
 """Times the median of its phase: a longer round is left out, as the host held it up."""
-HOST_BOUND_LAUNCH = 0.9
-"""Launching takes this share of the period or more: the GPU waits for the host within the round."""
 PREFIX_HIT_TOKENS = 4
 """A random prompt may share its first tokens with a cached one, and is prefilled without them."""
-HOST_BOUND_IDLE = 0.05
-"""The GPU stands idle for this share of the period or more before the round begins."""
 
 Timing = dict[str, Any]
-"""`period_ms`, quartiles `low_ms` and `high_ms`, `launch_ms`, `idle_ms`, `context`, `rounds`, `host_bound`"""
+"""`period_ms`; of rounds also its quartiles `low_ms` and `high_ms`, `launch_ms`, `idle_ms`,
+`context` and `rounds`."""
 
 
 def row_of(phase: Phase) -> str:
@@ -33,27 +30,23 @@ def row_of(phase: Phase) -> str:
     return f"k={phase.k}"
 
 
-def timings(phases: Sequence[Phase], rounds: Iterable[Sequence[float]], is_gpu: bool) -> dict[str, Timing]:
-    """A timing for each row: rounds of all phases of its kind, without their warm-up.
+def timings(phases: Sequence[Phase], rounds: Iterable[Sequence[float]]) -> dict[str, Timing]:
+    """A timing for each row: the rounds of its phase, without their warm-up.
 
     Args:
-        phases: Of the plan.
+        phases: Of the plan, each of another row.
         rounds: As `RoundTimer.report` gives them.
-        is_gpu: Times are the GPU's; only then can the host be told from it.
     """
-    kept: dict[str, dict[int, list[Sequence[float]]]] = {row_of(phase): {} for phase in phases}
+    kept: dict[str, list[Sequence[float]]] = {}
     for phase, place, *times in rounds:
         if place >= WARM_UP_ROUNDS and times[0] >= 0:
-            kept[row_of(phases[int(phase)])].setdefault(int(phase), []).append(times)
-    return {row: _timing(list(found.values()), is_gpu) for row, found in kept.items() if found}
+            kept.setdefault(row_of(phases[int(phase)]), []).append(times)
+    return {row: _timing(np.array(times)) for row, times in kept.items()}
 
 
-def _timing(of_phases: Sequence[Sequence[Sequence[float]]], is_gpu: bool) -> Timing:
-    # Phases have contexts of their own, so each is averaged before they are averaged.
-    period, launch, idle, context = np.mean([steady_mean(np.array(times)) for times in of_phases], axis=0)
-    periods = np.array([times[0] for phase in of_phases for times in phase])
-    low, high = np.quantile(periods, [0.25, 0.75])
-    is_host_bound = is_gpu and (launch >= HOST_BOUND_LAUNCH * period or idle >= HOST_BOUND_IDLE * period)
+def _timing(times: np.ndarray[Any, np.dtype[np.float64]]) -> Timing:
+    period, launch, idle, context = steady_mean(times)
+    low, high = np.quantile(times[:, 0], [0.25, 0.75])
     return {
         "period_ms": float(period),
         "low_ms": float(low),
@@ -61,8 +54,7 @@ def _timing(of_phases: Sequence[Sequence[Sequence[float]]], is_gpu: bool) -> Tim
         "launch_ms": float(launch),
         "idle_ms": float(idle),
         "context": float(context),
-        "rounds": len(periods),
-        "host_bound": bool(is_host_bound),
+        "rounds": len(times),
     }
 
 
@@ -89,11 +81,10 @@ def accepted_share(phases: Sequence[Phase], rounds: Iterable[Sequence[float]]) -
     return min(1.0, max(shares))
 
 
-def switch_ms(phases: Sequence[Phase], rounds: Iterable[Sequence[float]]) -> float:
-    """How much longer a round takes whose k is not the one before, in ms.
+def switch_timings(phases: Sequence[Phase], rounds: Iterable[Sequence[float]]) -> dict[str, Timing]:
+    """How long a round takes whose k is the one before (`steady`), and whose k is not (`in turn`).
 
-    `phases` are two tiers in turn for many rounds, then for one round each: the mean of the latter is
-    compared with the mean of the former's medians.
+    `phases` are two tiers in turn for many rounds, then for one round each; both rows are means of the two.
     """
     steady: dict[str, list[float]] = {}
     alternating: list[float] = []
@@ -105,8 +96,10 @@ def switch_ms(phases: Sequence[Phase], rounds: Iterable[Sequence[float]]) -> flo
             alternating.append(period_ms)
         elif place >= WARM_UP_ROUNDS:
             steady.setdefault(row_of(kind), []).append(period_ms)
-    expected = float(np.mean([np.median(times) for times in steady.values()]))
-    return float(np.median(_pair_means(alternating))) - expected
+    return {
+        "steady": {"period_ms": float(np.mean([np.median(times) for times in steady.values()]))},
+        "in turn": {"period_ms": float(np.median(_pair_means(alternating)))},
+    }
 
 
 def _pair_means(periods: Sequence[float]) -> list[float]:
@@ -114,19 +107,19 @@ def _pair_means(periods: Sequence[float]) -> list[float]:
     return [(left + right) / 2 for left, right in zip(periods[::2], periods[1::2], strict=False)]
 
 
-def prefill_knots(prefills: Iterable[Sequence[float]], sizes: Sequence[int]) -> list[dict[str, float]]:
+def prefill_timings(prefills: Iterable[Sequence[float]], sizes: Sequence[int]) -> dict[str, Timing]:
     """Median time of a prefill behind a decode round, by its tokens; sizes that never came are left out."""
     found: dict[int, list[Sequence[float]]] = {}
     for tokens, _, period_ms, launch_ms, _, is_after_decode in prefills:
         size = min(sizes, key=lambda size: abs(size - tokens), default=0)
         if is_after_decode and abs(size - tokens) <= PREFIX_HIT_TOKENS:
             found.setdefault(size, []).append((period_ms, launch_ms))
-    return [
-        {
+    return {
+        f"{tokens} tokens": {
             "tokens": tokens,
-            "ms": float(np.median([time for time, _ in found[tokens]])),
+            "period_ms": float(np.median([time for time, _ in found[tokens]])),
             "launch_ms": float(np.median([launch for _, launch in found[tokens]])),
             "count": len(found[tokens]),
         }
         for tokens in sorted(found)
-    ]
+    }

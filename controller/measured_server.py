@@ -44,10 +44,6 @@ class MeasuredServer:
         self._end()
 
     @property
-    def is_gpu(self) -> bool:
-        return bool(self.facts["clock"] == "cuda")
-
-    @property
     def facts_that_last(self) -> dict[str, Any]:
         """What tells this server from another one, now and after a restart."""
         changing = ("plan", "phase", "done", "error", "rounds", "prefills")

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from draftdial.controller.cell_timings import Timing
 from draftdial.controller.cost_profile import OFF_MODE_OF_ROW, CostProfile
 from draftdial.controller.errors import UserError
 from draftdial.controller.profile_document import KV_ONLY_ROW, OFF_ROWS, SCHEMA, UNITS, row_names
+from draftdial.controller.profile_measurements import APART, Measurements
 from draftdial.controller.profile_provenance import Provenance
-from draftdial.controller.profile_sweep import Measurements
 
 EAGER_FACTOR = 1.0
 
@@ -50,11 +51,16 @@ class ProfileBuilder:
         self._versions = versions
         self._facts: dict[str, Any] = measurements.document["facts"]
         self._has_nospec = bool(measurements.of("cell", "nospec"))
-        has_kv_only = any(KV_ONLY_ROW in cell["rows"] for cell in measurements.of("cell", "speculative"))
+        has_kv_only = any(KV_ONLY_ROW in cell.rows for cell in measurements.of("cell", "speculative"))
         self._rows = row_names(self._tiers, has_kv_only=has_kv_only)
         self._date = datetime.date.today().isoformat()
-        self.host_bound = _host_bound(measurements)
-        """Cells whose time the host set, twice."""
+        self._apart = {
+            (row, cell.task.batch)
+            for side in ("speculative", "nospec")
+            for cell in measurements.of("cell", side)
+            for row in cell.apart
+        }
+        """Row and batch whose repeats do not agree."""
 
     def document(self) -> dict[str, Any]:
         """The checked document.
@@ -107,10 +113,10 @@ class ProfileBuilder:
         found = []
         for side in ("speculative", "nospec"):
             for cell in self._measured.of("held-out", side):
-                for row, timing in cell["rows"].items():
+                for row, timing in cell.rows.items():
                     mode = OFF_MODE_OF_ROW.get(row, "warm")
                     column = 0 if row in OFF_ROWS else profile.tiers.index(int(row.removeprefix("k=")))
-                    predicted = profile.round_s(cell["batch"], round(timing["context"]), mode)[column]
+                    predicted = profile.round_s(cell.task.batch, round(timing["context"]), mode)[column]
                     found.append(1e3 * float(predicted) / timing["period_ms"] - 1)
         return found
 
@@ -118,8 +124,8 @@ class ProfileBuilder:
         side = "nospec" if row == "nospec" else "speculative"
         cells: Cells = {}
         for result in self._measured.of("cell", side):
-            timing = result["rows"][row]
-            cells.setdefault(result["batch"], {})[round(timing["context"])] = timing["period_ms"]
+            timing = result.rows[row]
+            cells.setdefault(result.task.batch, {})[round(timing["context"])] = timing["period_ms"]
         return {batch: times for batch, times in cells.items() if len(times) >= 2}
 
     def _cell(self, row: str, cells: Cells, batch: int) -> dict[str, Any]:
@@ -136,8 +142,8 @@ class ProfileBuilder:
         }
         if batch not in cells or is_copied:
             cell["inferred"] = True
-        elif (row, batch) in self.host_bound:
-            note = "the host's launches set this time, not the GPU, in two attempts"
+        elif (row, batch) in self._apart:
+            note = f"its two fastest repeats are more than {APART - 1:.0%} apart"
         return cell | ({"note": note} if note else {})
 
     def _prefill(self) -> dict[str, list[list[float]]]:
@@ -148,10 +154,14 @@ class ProfileBuilder:
         return {"nospec": nospec if len(nospec) >= 2 else speculative, "speculative": speculative}
 
     def _knots(self, side: str) -> list[list[float]]:
-        knots = [knot for result in self._measured.of("prefill", side) for knot in result["knots"]]
+        knots = self._prefills(side)
         # More tokens never take less; what is left of it is noise.
-        times = np.maximum.accumulate([knot["ms"] for knot in knots])
+        times = np.maximum.accumulate([knot["period_ms"] for knot in knots])
         return [[knot["tokens"], round(float(ms), 3)] for knot, ms in zip(knots, times, strict=True)]
+
+    def _prefills(self, side: str) -> list[Timing]:
+        knots = [knot for result in self._measured.of("prefill", side) for knot in result.rows.values()]
+        return sorted(knots, key=lambda knot: knot["tokens"])
 
     @property
     def _chunk(self) -> int:
@@ -160,18 +170,19 @@ class ProfileBuilder:
 
     @property
     def _switch_ms(self) -> float:
-        found = [result["switch_ms"] for result in self._measured.of("switch", "speculative")]
+        found = [
+            result.rows["in turn"]["period_ms"] - result.rows["steady"]["period_ms"]
+            for result in self._measured.of("switch", "speculative")
+        ]
         return round(float(max([0.0, *found])), 3)
 
     @property
     def _eager_ms(self) -> float:
         """What launching a forward pass without a graph takes the host: the smallest prefill's launch."""
-        knots = [knot for result in self._measured.of("prefill", "speculative") for knot in result["knots"]]
-        return round(float(min(knots, key=lambda knot: knot["tokens"])["launch_ms"]), 3) if knots else 0.0
+        return round(float(next((knot["launch_ms"] for knot in self._prefills("speculative")), 0.0)), 3)
 
     def _provenance(self, measured: Sequence[int], captured: Sequence[int]) -> Provenance:
         versions = ", ".join(f"{name} {version}" for name, version in self._versions.items())
-        results = self._measured.results.values()
         return Provenance(
             source=f"`{self._command}` on {self._date}; {versions}",
             grid=self._measured.document["grid"],
@@ -180,8 +191,8 @@ class ProfileBuilder:
             rows=self._rows,
             measured=measured,
             captured=captured,
-            host_bound=self.host_bound,
-            failures=[result["failed"] for result in results if "failed" in result],
+            apart=self._apart,
+            failures=[result.failure for result in self._measured.results() if result.failure],
             has_nospec=self._has_nospec,
             has_nospec_prefill=len(self._knots("nospec")) >= 2,
         )
@@ -195,16 +206,6 @@ def _error_text(errors: Sequence[float]) -> str:
         f"Held-out cells ({len(errors)} timings, at other batches and contexts than the table): predicted "
         f"with a mean error of {size.mean():.1%}, most {size.max():.1%}, on average {np.mean(errors):+.1%}."
     )
-
-
-def _host_bound(measurements: Measurements) -> set[tuple[str, int]]:
-    return {
-        (row, result["batch"])
-        for side in ("speculative", "nospec")
-        for result in measurements.of("cell", side)
-        for row, timing in result["rows"].items()
-        if timing["host_bound"]
-    }
 
 
 def _between(cells: Cells, batch: int) -> tuple[dict[int, float], str]:

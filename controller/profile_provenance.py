@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftdial.controller.cell_timings import HICCUP, WARM_UP_ROUNDS
+from draftdial.controller.profile_measurements import APART
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,8 @@ class Provenance:
     measured: Sequence[int]
     """Batches."""
     captured: Sequence[int]
-    host_bound: Collection[tuple[str, int]]
-    """Row and batch."""
+    apart: Collection[tuple[str, int]]
+    """Row and batch whose repeats do not agree."""
     failures: Sequence[str]
     has_nospec: bool
     has_nospec_prefill: bool
@@ -50,12 +51,12 @@ class Provenance:
             self._entry(
                 ["prefill"],
                 "Median interval from the end of a decode round to the end of the prefill behind it, so what "
-                "a busy server's requests wait for. One prompt a prefill.",
+                "a busy server's requests wait for. One prompt a prefill; of repeats the fastest.",
                 "Nothing." if self.has_nospec_prefill else "nospec takes the speculative engine's times.",
             ),
             self._entry(
                 ["switch_ms"],
-                "Two tiers in turn, a round each, against both of them in steady state.",
+                "Two tiers in turn, a round each, against both in steady state, of repeats the fastest.",
                 "The value at the smallest batch holds for every batch; below 0 counts as 0.",
             ),
         ]
@@ -68,17 +69,17 @@ class Provenance:
     def _rounds(self) -> dict[str, Any]:
         clock = "GPU events" if self.is_gpu else "the host's clock (no GPU: says nothing of one)"
         missing = sorted(set(self.captured) - set(self.measured))
-        host_bound = ", ".join(f"{row} at batch {batch}" for row, batch in sorted(self.host_bound))
-        forth_and_back = ", forth and back" if self.grid["repeats"] % 2 == 0 else ""
+        apart = ", ".join(f"{row} at batch {batch}" for row, batch in sorted(self.apart))
         return self._entry(
             [row for row in self.rows if row != "nospec" or self.has_nospec],
             f"Mean interval between the ends of consecutive decode rounds by {clock}, those above {HICCUP} "
-            f"times the median left out; {self.grid['repeats']} x {self.grid['rounds']} rounds of each k on "
-            f"the same requests, in random order{forth_and_back}, "
-            f"{WARM_UP_ROUNDS} dropped after each change; the batch alone and complete. "
+            f"times the median left out; {self.grid['rounds']} rounds of each k on the same requests, in "
+            f"random order, {WARM_UP_ROUNDS} dropped after each change; the batch alone and complete. "
+            f"Repeats: {self.grid['repeats']}, each in another pass over all cells, and one more where they "
+            f"were more than {APART - 1:.0%} apart; the fastest counts. "
             f"Batches {_listed(self.measured)}. context_tokens is the mean over the rounds that were timed.",
             f"Captured batches without a measurement: {_listed(missing)}; they lie on the line between their "
-            f"neighbours. Host-bound, kept and noted: {host_bound or 'none'}. "
+            f"neighbours. Still apart, kept and noted: {apart or 'none'}. "
             f"Cells that failed: {'; '.join(self.failures) or 'none'}.",
         )
 

@@ -21,7 +21,8 @@ from draftdial.controller.measured_server import MeasuredServer
 from draftdial.controller.number_arguments import count, count_or_none, counts
 from draftdial.controller.policy_export import rule_file
 from draftdial.controller.profile_build import ProfileBuilder, profile_name
-from draftdial.controller.profile_sweep import Grid, Measurements, Sweep
+from draftdial.controller.profile_measurements import Grid, Measurements
+from draftdial.controller.profile_sweep import Sweep
 from draftdial.controller.rules import FixedK, Threshold
 from draftdial.engine_patch.client import Server, ServerRefused
 
@@ -66,7 +67,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help=f"prompt tokens (default {','.join(map(str, DEFAULT_CONTEXTS))})",
     )
     parser.add_argument("--rounds", type=count, default=DEFAULT_ROUNDS, help="per k and repeat (%(default)s)")
-    parser.add_argument("--repeats", type=count, default=DEFAULT_REPEATS, help="(%(default)s)")
+    parser.add_argument(
+        "--repeats",
+        type=count,
+        default=DEFAULT_REPEATS,
+        help="passes over everything; the fastest counts (%(default)s)",
+    )
     parser.add_argument(
         "--held-out", type=count_or_none, default=DEFAULT_HELD_OUT, help="cells to test on (%(default)s)"
     )
@@ -85,19 +91,19 @@ def run(args: argparse.Namespace) -> int:
     if len(args.contexts) < 2:
         raise UserError(f"--contexts: found {len(args.contexts)}, allowed: two or more")
     try:
-        document, host_bound = _measure(args, name)
+        document, warnings = _measure(args, name)
     except ServerRefused as refused:
         print(f"draftdial: profile: {refused}", file=sys.stderr)
         return 1
     atomic_write(args.out, json.dumps(document, indent=1) + "\n")
     print(f"{args.out}: {document['description']}")
-    for row, batch in sorted(host_bound):
-        print(f"draftdial: warning: {row} at batch {batch}: the host set this time", file=sys.stderr)
+    for warning in warnings:
+        print(f"draftdial: warning: {warning}", file=sys.stderr)
     return 0
 
 
-def _measure(args: argparse.Namespace, name: str) -> tuple[dict[str, object], set[tuple[str, int]]]:
-    """The document, and the cells whose time the host set."""
+def _measure(args: argparse.Namespace, name: str) -> tuple[dict[str, object], list[str]]:
+    """The document, and warnings of what repeats disagree about."""
     with _server(args, is_speculative=True) as url:
         speculative = _measured(url, args)
         if 0 not in speculative.tiers or len(speculative.tiers) < 2:
@@ -116,7 +122,15 @@ def _measure(args: argparse.Namespace, name: str) -> tuple[dict[str, object], se
     builder = ProfileBuilder(
         measurements, name, speculative.tiers, speculative.arguments, _command(), _versions()
     )
-    return builder.document(), builder.host_bound
+    return builder.document(), _warnings(measurements)
+
+
+def _warnings(measurements: Measurements) -> list[str]:
+    return [
+        f"{result.task.id}, {row}: the two fastest repeats took {fastest:.2f} and {second:.2f} ms"
+        for result in measurements.results()
+        for row, (fastest, second) in result.apart.items()
+    ]
 
 
 @contextmanager
@@ -174,15 +188,17 @@ def _sweep(sweep: Sweep, measurements: Measurements) -> None:
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
-    tasks = sweep.tasks()
+    total = sweep.grid.repeats * len(sweep.tasks())
     try:
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-            bar = progress.add_task(sweep.side, total=len(tasks))
-            for task in tasks:
-                progress.update(bar, description=task.id)
-                if task.id not in measurements.results:
+            bar = progress.add_task(sweep.side)
+            for tasks in sweep.passes(measurements):
+                done = sum(len(measurements.result(task).repeats) for task in sweep.tasks())
+                progress.update(bar, completed=done, total=max(total, done + len(tasks)))
+                for task in tasks:
+                    progress.update(bar, description=task.id)
                     measurements.add(task, sweep.run(task))
-                progress.advance(bar)
+                    progress.advance(bar)
     finally:
         sweep.server.close()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ import pytest
 from draftdial.controller.cell_timings import (
     WARM_UP_ROUNDS,
     accepted_share,
-    prefill_knots,
-    switch_ms,
+    prefill_timings,
+    switch_timings,
     timings,
 )
 from draftdial.controller.cli import main
@@ -22,8 +22,9 @@ from draftdial.controller.errors import UserError
 from draftdial.controller.launched_server import without_speculation
 from draftdial.controller.measured_server import CellFailed
 from draftdial.controller.profile_build import ProfileBuilder
-from draftdial.controller.profile_server import _thinned
-from draftdial.controller.profile_sweep import Grid, Measurements, Sweep, Task
+from draftdial.controller.profile_measurements import Grid, Measurements, Task
+from draftdial.controller.profile_server import _thinned, _warnings
+from draftdial.controller.profile_sweep import Sweep
 from draftdial.engine_patch.measurement_plan import Phase
 
 GRID = Grid(batches=(1, 4, 8), contexts=(100, 400), rounds=8, repeats=2, held_out=2, seed=3)
@@ -52,43 +53,33 @@ def rows(period_ms: float, launch_ms: float = 1.0, idle_ms: float = 0.0, phase: 
 
 def test_a_timing_is_the_mean_without_warm_up_and_hiccups() -> None:
     phase = [*rows(10.0), [0, 99, 250.0, 1.0, 0.0, 64.0]]
-    [timing] = timings([Phase(3, 18)], phase, is_gpu=True).values()
+    [timing] = timings([Phase(3, 18)], phase).values()
     assert timing["period_ms"] == pytest.approx(10 + 1 / 9)
-    assert timing["rounds"] == 10 and timing["context"] == 64.0 and not timing["host_bound"]
+    assert timing["rounds"] == 10 and timing["context"] == 64.0
 
 
 def test_rounds_that_write_for_others_count() -> None:
     times = [[0, WARM_UP_ROUNDS + i, 14.0 if i % 4 == 3 else 13.0, 1.0, 0.0, 60.0] for i in range(20)]
-    [timing] = timings([Phase(0, 28, "kv-only")], times, is_gpu=True).values()
+    [timing] = timings([Phase(0, 28, "kv-only")], times).values()
     assert timing["period_ms"] == 13.25
 
 
-def test_phases_are_averaged_each_at_its_own_context() -> None:
-    """Rounds that are lost to one phase must not shift the mean towards the contexts of another."""
+def test_every_kind_has_a_timing_and_a_context_of_its_own() -> None:
     early = [[0, WARM_UP_ROUNDS + i, 10.0, 1.0, 0.0, 100.0] for i in range(20)]
-    late = [[1, WARM_UP_ROUNDS + i, 14.0, 1.0, 0.0, 200.0] for i in range(5)]
-    [timing] = timings([Phase(1, 28), Phase(1, 28)], early + late, is_gpu=True).values()
-    assert (timing["period_ms"], timing["context"]) == (12.0, 150.0)
+    late = [[1, WARM_UP_ROUNDS + i, 14.0, 1.0, 0.0, 200.0] for i in range(20)]
+    found = timings([Phase(0, 28), Phase(0, 28, "skip")], early + late)
+    assert {row: (timing["period_ms"], timing["context"]) for row, timing in found.items()} == {
+        "off-warm": (10.0, 100.0),
+        "off-skip": (14.0, 200.0),
+    }
 
 
-@pytest.mark.parametrize(("launch_ms", "idle_ms"), [(9.9, 0.0), (1.0, 0.6)])
-def test_a_round_that_the_host_sets_is_told_on_a_gpu_alone(launch_ms: float, idle_ms: float) -> None:
-    measured = rows(10.0, launch_ms, idle_ms)
-    assert timings([Phase(3, 17)], measured, is_gpu=True)["k=3"]["host_bound"]
-    assert not timings([Phase(3, 17)], measured, is_gpu=False)["k=3"]["host_bound"]
-
-
-def test_repeats_of_a_kind_are_one_timing() -> None:
-    phases = [Phase(0, 17), Phase(0, 17, "skip"), Phase(0, 17)]
-    found = timings(phases, rows(5.0) + rows(4.0, phase=1) + rows(7.0, phase=2), is_gpu=False)
-    assert set(found) == {"off-warm", "off-skip"} and found["off-warm"]["rounds"] == 18
-
-
-def test_a_switch_costs_what_turns_take_beyond_both_tiers() -> None:
+def test_turns_are_compared_with_both_tiers() -> None:
     phases = [Phase(1, 17), Phase(3, 17), *[Phase(k, 1) for _ in range(4) for k in (1, 3)]]
     steady = [[p, WARM_UP_ROUNDS, ms, 0, 0, 0] for p, ms in ((0, 6.0), (1, 10.0))]
     turns = [[2 + i, 0, ms, 0, 0, 0] for i, ms in enumerate([6.5, 10.5] * 4)]
-    assert switch_ms(phases, steady + turns) == pytest.approx(0.5)
+    found = switch_timings(phases, steady + turns)
+    assert (found["steady"], found["in turn"]) == ({"period_ms": 8.0}, {"period_ms": 8.5})
 
 
 def test_acceptance_shows_in_how_the_context_grows() -> None:
@@ -106,8 +97,8 @@ def test_prefills_count_behind_a_decode_round_and_at_their_size() -> None:
         [64, 1, 99.0, 4.0, 0, 0],
         [300, 1, 9.0, 4.0, 0, 1],
     ]
-    [knot] = prefill_knots(seen, (64, 256))
-    assert (knot["tokens"], knot["ms"], knot["count"]) == (64, 6.0, 2)
+    [knot] = prefill_timings(seen, (64, 256)).values()
+    assert (knot["tokens"], knot["period_ms"], knot["count"]) == (64, 6.0, 2)
 
 
 def round_ms(row: str, batch: int, context: float) -> float:
@@ -125,14 +116,15 @@ class World:
         self.has_kv_only = has_kv_only
         self.facts = FACTS
         self.tiers = (0, 1, 3) if side == "speculative" else ()
-        self.is_gpu = True
         self.arguments = {
             "chunked_prefill_size": 2048,
             "model_path": "M",
             "speculative_draft_model_path": "D",
         }
         self.asked: list[tuple[int, int, int]] = []
-        self.host_bound_attempts = 0
+        self.number = 0
+        """Of the pass."""
+        self.slowness: Callable[[int, int, str], float] = lambda number, batch, row: 1.0
         self._failures = failures
 
     def room(self, batch: int) -> int:
@@ -162,19 +154,21 @@ class World:
             row = f"off-{phase.off_mode}" if phase.k == 0 else f"k={phase.k}"
             row = "nospec" if phase.k is None else row
             for place in range(min(phase.num_rounds, 50)):
-                time = round_ms(row, batch, context + place)
-                launch = 99.0 if self.host_bound_attempts and phase.k == 3 else 1.0
-                found.append([index, place, time, launch, 0.0, context + place])
-        self.host_bound_attempts = max(0, self.host_bound_attempts - 1)
-        return {"rounds": found, "prefills": [[n, 1, 3.0 + 0.02 * n, 2.0, 0.0, 1] for n in self.prefilled]}
+                grown = context + len(found)
+                time = round_ms(row, batch, grown) * self.slowness(self.number, batch, row)
+                found.append([index, place, time, 1.0, 0.0, grown])
+        slowness = self.slowness(self.number, batch, "prefill")
+        prefills = [[n, 1, (3.0 + 0.02 * n) * slowness, 2.0, 0.0, 1] for n in self.prefilled]
+        return {"rounds": found, "prefills": prefills}
 
 
-def swept(tmp_path: Path, world: World, *others: World) -> Measurements:
+def swept(tmp_path: Path, *worlds: World) -> Measurements:
     measurements = Measurements.open(tmp_path / "m.json", GRID, FACTS)
-    for each in (world, *others):
-        sweep = Sweep(each, GRID, each.side)  # type: ignore[arg-type]
-        for task in sweep.tasks():
-            measurements.add(task, sweep.run(task))
+    for world in worlds:
+        sweep = Sweep(world, GRID, world.side)  # type: ignore[arg-type]
+        for world.number, tasks in enumerate(sweep.passes(measurements)):
+            for task in tasks:
+                measurements.add(task, sweep.run(task))
     return measurements
 
 
@@ -215,31 +209,73 @@ def test_held_out_cells_say_how_far_off_the_profile_is(tmp_path: Path) -> None:
     builder = built(measurements)
     document = builder.document()
     held_out = measurements.of("held-out", "speculative")
-    assert len(held_out) == 2 and {cell["batch"] for cell in held_out} == {3, 6}
+    assert len(held_out) == 2 and {cell.task.batch for cell in held_out} == {3, 6}
     errors = builder.errors(CostProfile.from_document(document, "the test"))
     # A batch of 3 is padded to 4, which costs 0.5 ms more than this world's 3 requests take.
     assert max(map(abs, errors)) < 0.15 and np.mean(errors) > 0.01
     assert f"mean error of {np.mean(np.abs(errors)):.1%}" in document["description"]
 
 
-def test_host_bound_cells_are_measured_again_and_noted_if_they_stay_so(tmp_path: Path) -> None:
+def test_a_host_that_is_slow_for_a_pass_leaves_no_trace(tmp_path: Path) -> None:
+    quiet = built(swept(tmp_path, World())).document()
+    (tmp_path / "m.json").unlink()
     world = World()
-    sweep = Sweep(world, GRID, "speculative")  # type: ignore[arg-type]
-    world.host_bound_attempts = 1
-    assert sweep.run(Task("cell", "speculative", 4, 100))["rows"]["k=3"]["host_bound"]
-    assert len(world.asked) == 2  # once all, once what the host had set
-    measurements = swept(tmp_path, World())
-    cell = next(cell for cell in measurements.of("cell", "speculative") if cell["batch"] == 8)
-    cell["rows"]["k=1"]["host_bound"] = True
+    world.slowness = lambda number, batch, row: 1.3 if number == 0 else 1.0
+    measurements = swept(tmp_path, world)
+    assert built(measurements).document() == quiet
+    assert {len(result.repeats) for result in measurements.results()} == {3}
+    assert _warnings(measurements) == []
+
+
+def test_the_last_pass_is_over_what_differs_and_what_still_does_is_told(tmp_path: Path) -> None:
+    slowness = {(4, "k=1"): (1.2, 1.0, 1.02), (8, "k=3"): (1.0, 1.2, 1.1), (1, "off-skip"): (1.04, 1.0, 1.0)}
+    world = World()
+    world.slowness = lambda number, batch, row: slowness.get((batch, row), (1.0, 1.0, 1.0))[number]
+    measurements = swept(tmp_path, world)
+    assert {result.task.batch for result in measurements.results() if len(result.repeats) > 2} == {4, 8}
+    assert len(world.asked) == 2 * 10 + 4
+    assert sorted(warning[:48] for warning in _warnings(measurements)) == [
+        "speculative cell batch 8 context 100, k=3: the t",
+        "speculative cell batch 8 context 400, k=3: the t",
+    ]
     document = built(measurements).document()
-    [row] = [row for row in document["rows"] if row["row"] == "k=1"]
-    assert ["note" in cell for cell in row["cells"]] == [False, True, False, True]
+    by_row = {row["row"]: row["cells"] for row in document["rows"]}
+    assert ["note" in cell for cell in by_row["k=3"]] == [False, True, False, True]
+    assert ["note" in cell for cell in by_row["k=1"]] == [False, True, False, False]
+    assert "Still apart, kept and noted: k=3 at batch 8." in document["provenance"][0]["inferred"]
 
 
-def test_a_cell_that_fails_is_tried_again_and_then_left_out(tmp_path: Path) -> None:
-    task = Task("cell", "speculative", 4, 100)
-    assert "rows" in Sweep(World(failures=1), GRID, "speculative").run(task)  # type: ignore[arg-type]
-    assert Sweep(World(failures=2), GRID, "speculative").run(task) == {"failed": "interrupted"}  # type: ignore[arg-type]
+def test_a_sweep_goes_on_in_the_middle_of_a_pass(tmp_path: Path) -> None:
+    whole = swept(tmp_path, World())
+    (tmp_path / "m.json").unlink()
+    measurements, sweep = (
+        Measurements.open(tmp_path / "m.json", GRID, FACTS),
+        Sweep(World(), GRID, "speculative"),
+    )  # type: ignore[arg-type]
+    first, second, _ = sweep.passes(measurements)
+    for task in [*first, *second[:3]]:
+        measurements.add(task, sweep.run(task))
+    world = World()
+    again = swept(tmp_path, world)
+    assert len(world.asked) == 10 - 3 and {len(result.repeats) for result in again.results()} == {2}
+    assert built(again).document() == built(whole).document()
+
+
+def test_a_cell_that_fails_is_measured_once_more_in_the_end(tmp_path: Path) -> None:
+    measurements = swept(tmp_path, World(failures=2))
+    results = measurements.results()
+    assert [len(result.repeats) for result in results] == [3, 3, *[2] * (len(results) - 2)]
+    assert results[0].repeats[0] == {"failed": "interrupted"} and results[0].rows and not results[0].failure
+
+
+def test_what_always_fails_is_left_out_and_told(tmp_path: Path) -> None:
+    measurements = swept(tmp_path, World())
+    result = next(result for result in measurements.of("cell", "speculative") if result.task.batch == 4)
+    result.repeats[:] = [{"failed": "ended"}]
+    document = built(measurements).document()
+    assert document["provenance"][0]["inferred"].endswith("Cells that failed: ended.")
+    by_row = {row["row"]: row["cells"] for row in document["rows"]}
+    assert by_row["k=3"][2]["inferred"]  # one context is left, which makes no line
 
 
 def test_answers_are_as_long_as_acceptance_makes_them(tmp_path: Path) -> None:
@@ -248,7 +284,7 @@ def test_answers_are_as_long_as_acceptance_makes_them(tmp_path: Path) -> None:
     for _ in range(2):
         sweep.run(Task("cell", "speculative", 1, 100))
     worst, learned = (asked[2] for asked in world.asked)
-    rounds = 2 * (8 + WARM_UP_ROUNDS)
+    rounds = 8 + WARM_UP_ROUNDS
     assert worst == 64 + rounds * (1 + 1 + 2 + 4) and 64 + rounds * 4 < learned < worst
 
 
@@ -257,24 +293,36 @@ def test_a_batch_with_little_room_gets_shorter_contexts() -> None:
     sweep = Sweep(world, GRID, "speculative")  # type: ignore[arg-type]
     assert sweep.contexts(8) == [100, 400]
     world.room = lambda batch: 500  # type: ignore[method-assign]
-    room = 500 - 64 - 4 * 2 * (8 + WARM_UP_ROUNDS)
+    room = 500 - 64 - 4 * (8 + WARM_UP_ROUNDS)
     assert sweep.contexts(8) == [room // 4, room]
-    world.room = lambda batch: 250  # type: ignore[method-assign]
+    world.room = lambda batch: 200  # type: ignore[method-assign]
     assert sweep.contexts(8) == []
 
 
-def test_every_k_goes_forth_and_back_and_orders_differ() -> None:
-    sweep = Sweep(World(), replace(GRID, repeats=3), "speculative")  # type: ignore[arg-type]
-    orders = [[str(phase) for phase in sweep._cell_phases()] for _ in range(6)]
-    for order in orders:
-        assert order[4:8] == order[:4][::-1] and sorted(order[8:]) == sorted(order[:4])
-    assert len({tuple(order[:4]) for order in orders}) > 1 and any(o[8:] != o[:4] for o in orders)
+def test_a_row_has_its_own_contexts_as_far_apart_as_the_grids(tmp_path: Path) -> None:
+    measurements = swept(tmp_path, World())
+    cells = {(cell.task.batch, cell.task.context): cell for cell in measurements.of("cell", "speculative")}
+    for batch in GRID.batches:
+        near, far = (cells[batch, context] for context in GRID.contexts)
+        grown = [timing["context"] - 100 for timing in near.rows.values()]
+        assert len(set(grown)) == 4 and min(grown) > 0
+        assert grown == [far.rows[row]["context"] - 400 for row in near.rows]
+        assert [*near.rows] == [*far.repeats[1]["rows"]]
+    assert len({tuple(cell.rows) for cell in cells.values()}) > 1
+    document = built(measurements).document()
+    by_row = {row["row"]: {cell["batch"]: cell for cell in row["cells"]} for row in document["rows"]}
+    assert by_row["k=3"][4]["context_tokens"] == [
+        round(cells[4, context].rows["k=3"]["context"]) for context in GRID.contexts
+    ]
 
 
 def test_measurements_are_continued_and_those_of_another_grid_refused(tmp_path: Path) -> None:
     path = tmp_path / "m.json"
-    Measurements.open(path, GRID, FACTS).add(Task("switch", "speculative", 1, 100), {"switch_ms": 0.1})
-    assert list(Measurements.open(path, GRID, FACTS).results) == ["speculative switch batch 1 context 100"]
+    task, repeat = Task("switch", "speculative", 1, 100), {"rows": {"steady": {"period_ms": 1.0}}}
+    for _ in range(2):
+        Measurements.open(path, GRID, FACTS).add(task, repeat)
+    [result] = Measurements.open(path, GRID, FACTS).results()
+    assert (result.task, result.repeats) == (task, [repeat, repeat])
     with pytest.raises(UserError, match="another server or with other options"):
         Measurements.open(path, GRID, FACTS | {"device": "CPU"})
     path.write_text("[]")

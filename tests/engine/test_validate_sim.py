@@ -50,7 +50,7 @@ def server(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     serve = [str(policy), *replayed]
     with SteeredServer(arguments, folder, serve=serve, environment=environment) as started:
         done = started.command("profile", started.url, "--out", str(folder / "measured.json"), *PROFILED)
-        assert (done.returncode, done.stderr) == (0, ""), done
+        assert done.returncode == 0, done
         yield started
 
 
@@ -114,10 +114,10 @@ def test_a_bench_that_was_served_is_compared_without_its_server(
     for name in MEANS:
         words += ["--acceptance", str(folder / f"{name}.jsonl")]
     done = trainer(*words, "--out", "out", folder=tmp_path)
-    assert done.returncode == 0 and "cannot be simulated, left out: steer" in done.stderr, done
+    assert done.returncode == 0 and "left out" not in done.stderr, done
     cells = json.loads((tmp_path / "out" / "validate.json").read_text())["cells"]
     assert [(cell["acceptance"], cell["arm"], cell["load"]) for cell in cells] == [
-        ("poor,good 4:6", arm, 3) for arm in ("off", "fixed-3", "sglang-adaptive", "policy:policy")
+        ("poor,good 4:6", arm, 3) for arm in ("off", "fixed-3", "sglang-adaptive", "policy:policy", "steer")
     ]
     served, simulated = (cells[1][side]["wasted_draft_share"] for side in ("server", "simulated"))
     assert served == pytest.approx(simulated, abs=0.06), "the same acceptance on both sides"

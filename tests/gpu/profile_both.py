@@ -15,7 +15,8 @@ from typing import Any
 from draftdial.controller import profile_server
 from draftdial.controller.cli import main
 from draftdial.controller.measured_server import MeasuredServer
-from draftdial.controller.profile_sweep import Measurements, Sweep, Task
+from draftdial.controller.profile_measurements import Measurements, Repeat, Task
+from draftdial.controller.profile_sweep import Sweep
 from draftdial.engine_patch.client import Server
 
 
@@ -26,16 +27,16 @@ class SharedMeasurements(Measurements):
         super().__init__(path, document)
         self._lock = Lock()
 
-    def add(self, task: Task, result: dict[str, Any]) -> None:
+    def add(self, task: Task, repeat: Repeat) -> None:
         with self._lock:
-            super().add(task, result)
+            super().add(task, repeat)
 
 
 def measure(sweep: Sweep, measurements: Measurements) -> None:
     """Everything of one server that is not there yet."""
     try:
-        for task in sweep.tasks():
-            if task.id not in measurements.results:
+        for tasks in sweep.passes(measurements):
+            for task in tasks:
                 measurements.add(task, sweep.run(task))
     finally:
         sweep.server.close()
