@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 
 from draftdial.controller.bench_arms import ALLOWED, NO_SPEC, Arm, SteeredArms
+from draftdial.controller.bench_checks import check_domains, check_lengths
 from draftdial.controller.bench_loads import PER_SLOT
 from draftdial.controller.bench_report import cells, table, write_report
 from draftdial.controller.bench_runs import Bench, Limits
 from draftdial.controller.bench_work import DEFAULTS, Work
 from draftdial.controller.errors import UserError
-from draftdial.controller.number_arguments import count, counts, positive, positives, range_of, span
+from draftdial.controller.number_arguments import count, counts, positive, positives, share, span
 from draftdial.engine_patch.client import Server, ServerRefused
 
 
@@ -64,16 +65,27 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     work.add_argument(
         "--domain-span",
-        type=range_of,
+        type=span,
         metavar="MIN:MAX",
         help="with --domains: one at a time, another one after so many requests (each request draws)",
     )
     parser.add_argument("--repeats", type=count, default=3, help="(%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first repeat's requests (%(default)s)")
-    parser.add_argument("--slo-ttft", type=positive, default=2.0, metavar="S", help="limit (%(default)s)")
-    parser.add_argument("--slo-tpot", type=positive, default=0.05, metavar="S", help="limit (%(default)s)")
     parser.add_argument(
-        "--timeout", type=positive, default=600.0, metavar="S", help="of a request (%(default)g)"
+        "--drop",
+        type=share,
+        metavar="SHARE",
+        help="from the second repeat on, leave out an arm under a load where its best throughput so far is "
+        "more than this below the best arm's lowest (none)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the first repeat's requests (%(default)s)")
+    parser.add_argument(
+        "--slo-ttft", type=positive, default=Limits.ttft_s, metavar="S", help="limit (%(default)s)"
+    )
+    parser.add_argument(
+        "--slo-tpot", type=positive, default=Limits.tpot_s, metavar="S", help="limit (%(default)s)"
+    )
+    parser.add_argument(
+        "--timeout", type=positive, default=Limits.timeout_s, metavar="S", help="of a request (%(default)g)"
     )
     parser.add_argument("--api-key", metavar="KEY", help="the servers' --admin-api-key, or their --api-key")
     parser.add_argument(
@@ -85,10 +97,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Write bench.json, bench.csv and plots; 1 if a request was lost or failed, or the server refused."""
-    arms = [Arm.parse(text) for text in args.arms]
+    arms = Arm.parse_all(args.arms)
     names = [arm.name for arm in arms] + ([NO_SPEC] if args.no_spec else [])
-    if len(set(names)) < len(names):
-        raise UserError(f"--arms: found {', '.join(names)}, allowed: each once")
     baseline = args.baseline or names[-1]
     if baseline not in names:
         raise UserError(f"--baseline: found {baseline}, allowed: {', '.join(names)}")
@@ -98,8 +108,20 @@ def run(args: argparse.Namespace) -> int:
         )  # what it needs is missed now, not after hours
     work = Work.of({name: getattr(args, name) for name in DEFAULTS})
     steered = SteeredArms(Server(args.url, args.api_key), arms, args.deployed)
+    check_domains(work.asking.domains, steered.status(), args.url)
+    for url in filter(None, (args.url, args.no_spec)):
+        check_lengths(work, Server(url, args.api_key))
     limits = Limits(args.slo_ttft, args.slo_tpot, args.timeout)
-    bench = Bench(steered, arms, work, args.out, limits=limits, api_key=args.api_key, no_spec=args.no_spec)
+    bench = Bench(
+        steered,
+        arms,
+        work,
+        args.out,
+        limits=limits,
+        drop=args.drop,
+        api_key=args.api_key,
+        no_spec=args.no_spec,
+    )
     try:
         document = bench.measured(baseline)
     except ServerRefused as refused:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from draftdial.controller.errors import UserError
-from draftdial.controller.files import sha256_of
+from draftdial.controller.files import sha256_of, short_names
 from draftdial.controller.policy_file import PolicyFile, load_policy, read
 from draftdial.engine_patch.client import Server, ServerRefused
 from draftdial.engine_patch.control_keys import FORCE_K_KEY, MODE_KEY, NO_FORCED_K, policy_key
 from draftdial.engine_patch.settings import MODES, Mode
 
 NO_SPEC = "no-spec"
+_POLICY = "policy:"
 ALLOWED = "steer, off, sglang-adaptive, fixed-K or policy:FILE"
 
 
@@ -34,22 +35,37 @@ class Arm:
         return self.mode == "steer" and self.forced_k == NO_FORCED_K
 
     @classmethod
-    def parse(cls, text: str) -> Arm:
+    def parse(cls, text: str) -> Self:
         """The arm that a user named.
 
         Raises:
             UserError: there is none of that name, or its policy file cannot be read.
         """
-        if text.startswith("policy:"):
-            file = read(Path(text.removeprefix("policy:")))
+        if text.startswith(_POLICY):
+            file = read(Path(text.removeprefix(_POLICY)))
             load_policy(file)
-            return cls(f"policy:{Path(file.source).stem}", policy=file)
+            return cls(f"{_POLICY}{Path(file.source).stem}", policy=file)
         if text.startswith("fixed-") and text.removeprefix("fixed-").isdecimal():
             return cls(text, forced_k=int(text.removeprefix("fixed-")))
         modes: dict[str, Mode] = {"steer": "steer", "off": "off", "sglang-adaptive": "shadow"}
         if text not in modes:
             raise UserError(f"--arms: found {text}, allowed: {ALLOWED}")
         return cls(text, mode=modes[text])
+
+    @classmethod
+    def parse_all(cls, texts: Sequence[str]) -> list[Self]:
+        """Arms of different names: those of policy files are as short as tells the files apart.
+
+        Raises:
+            UserError: an arm is named twice, or see `parse`.
+        """
+        arms = [cls.parse(text) for text in texts]
+        paths = [Path(arm.policy.source) for arm in arms if arm.policy is not None]
+        names = iter(short_names(paths))
+        arms = [arm if arm.policy is None else replace(arm, name=f"{_POLICY}{next(names)}") for arm in arms]
+        if len({arm.name for arm in arms}) < len(arms):
+            raise UserError(f"arms: found {' '.join(texts)}, allowed: each once")
+        return arms
 
 
 class SteeredArms:

@@ -34,8 +34,9 @@ def cells(runs: Sequence[Run], baseline: str) -> list[dict[str, Any]]:
     """Every arm under every load: mean figures over the repeats, and its cost relative to `baseline`.
 
     Cost is mean E2E in open loop and 1 / output tok/s in closed loop, so a ratio below 1 is better. Repeats
-    are paired: the same requests. The interval is Student's t on the logs, 95 %, of that pair alone; it
-    needs two repeats. Runs with failed requests are void and in none of it.
+    are paired: the same requests; one that only one of the two ran is in the means alone. The interval is
+    Student's t on the logs, 95 %, of that pair alone; it needs two repeats. Runs with failed requests are
+    void and in none of it.
     """
     grouped: dict[tuple[str, float | None], dict[str, list[Run]]] = {}
     for run in runs:
@@ -62,7 +63,11 @@ def table(document: dict[str, Any]) -> str:
         rows = [cell for cell in document["cells"] if (cell["workload"], cell["load"]) == load]
         title = " ".join(str(part) for part in load if part is not None)
         header = ["arm", *(name for name, *_ in _COLUMNS), f"cost / {baseline}", "95 % interval", "failed"]
-        lines += [f"{title} ({rows[0]['mode']} loop)", *_aligned([header, *map(_row, rows)]), ""]
+        texts = [header, *map(_row, rows)]
+        if len({cell["repeats"] for cell in rows}) > 1:
+            for text, found in zip(texts, ["repeats", *(str(cell["repeats"]) for cell in rows)], strict=True):
+                text.append(found)
+        lines += [f"{title} ({rows[0]['mode']} loop)", *_aligned(texts), ""]
     return "\n".join(lines)
 
 

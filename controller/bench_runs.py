@@ -19,7 +19,7 @@ import numpy as np
 from draftdial.controller.bench_arms import NO_SPEC, Arm, SteeredArms
 from draftdial.controller.bench_loads import Load, closed_loads, lengths_of
 from draftdial.controller.bench_metrics import figures, policy_figures
-from draftdial.controller.bench_report import SCHEMA
+from draftdial.controller.bench_report import SCHEMA, Run
 from draftdial.controller.bench_work import Work, fingerprint
 from draftdial.controller.errors import UserError
 from draftdial.controller.files import atomic_write, sha256_of
@@ -59,15 +59,20 @@ class Bench:
         folder: Path,
         *,
         limits: Limits | None = None,
+        drop: float | None = None,
         api_key: str | None = None,
         no_spec: str | None = None,
     ) -> None:
-        """`no_spec` is the URL of a server without speculation, which makes another arm."""
+        """`no_spec` is the URL of a server without speculation, which makes another arm.
+
+        `drop`: arms that `out_of_reach` finds by this share are left out of later repeats, see `_in_play`.
+        """
         self.steered = steered
         self.arms = {arm.name: arm for arm in arms}
         self.work = work
         self.folder = folder
         self.limits = limits or Limits()
+        self._drop = drop
         self._api_key = api_key
         self._other = Server(no_spec, api_key) if no_spec else None
         self._has_cache = {
@@ -108,7 +113,8 @@ class Bench:
             "title": Path(str(facts.get("model_path"))).name,
             "off_mode": "as-served",
             "server": {key: facts.get(key) for key in shown} | {"status": status},
-            "options": self.work.options | {"slo_ttft": self.limits.ttft_s, "slo_tpot": self.limits.tpot_s},
+            "options": self.work.options
+            | {"slo_ttft": self.limits.ttft_s, "slo_tpot": self.limits.tpot_s, "drop": self._drop},
             "arms": [*self.arms, *([NO_SPEC] if self._other else [])],
             "policies": {
                 name: sha256_of(arm.policy.data) for name, arm in self.arms.items() if arm.policy is not None
@@ -124,23 +130,40 @@ class Bench:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        work, names = self.work, document["arms"]
+        work, arms = self.work, document["arms"]
+        in_play = {load.label: arms for load in work.loads}
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         console = Console(stderr=True)
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-            bar = progress.add_task("warm-up", total=len(work.seeds) * len(work.loads) * len(names))
-            self._warm_up(names)
+            bar = progress.add_task("warm-up", total=len(work.seeds) * len(work.loads) * len(arms))
+            self._warm_up(arms)
             document["server"]["idle_request"] = self._idle_request()
             for repeat, seed in enumerate(work.seeds):
                 for place, load in enumerate(work.loads):
                     requests = work.requests(load, seed)
                     which = {"repeat": repeat, "seed": seed, "list": fingerprint(requests)}
+                    names = in_play[load.label] = self._in_play(in_play[load.label], load, document)
+                    progress.advance(bar, len(arms) - len(names))
                     turn = (repeat + place) % len(names)
                     for name in names[turn:] + names[:turn]:
                         progress.update(bar, description=f"{name}, {load.label}, repeat {repeat + 1}")
                         document["runs"].append(self._measure(name, load, requests, seed) | which)
                         self.write(document)
                         progress.advance(bar)
+
+    def _in_play(self, names: list[str], load: Load, document: dict[str, Any]) -> list[str]:
+        """Those of `names` that go on under a load, by what was measured under it so far.
+
+        The baseline, the server's own policy and `no-spec` always do: the others are compared with them.
+        """
+        if self._drop is None:
+            return names
+        place = (load.workload, load.value)
+        runs = [run for run in document["runs"] if (run["workload"], run["load"]) == place]
+        dropped = out_of_reach(runs, self._drop) - {document["baseline"], "steer", NO_SPEC}
+        if gone := [name for name in names if name in dropped]:
+            print(f"draftdial: {load.label}: left out from here on: {', '.join(gone)}", file=sys.stderr)
+        return [name for name in names if name not in dropped]
 
     def _warm_up(self, names: Sequence[str]) -> None:
         lengths = lengths_of(self.work.options["lengths"])
@@ -200,3 +223,16 @@ class Bench:
 
     def _server(self, name: str) -> Server:
         return self._other if name == NO_SPEC and self._other is not None else self.steered.server
+
+
+def out_of_reach(runs: Sequence[Run], share: float) -> set[str]:
+    """Arms whose best throughput is more than `share` below what some other arm had in its worst run.
+
+    `runs` are of one load. Runs with failed requests are void and say nothing.
+    """
+    rates: dict[str, list[float]] = {}
+    for run in runs:
+        if not run["failed"]:
+            rates.setdefault(run["arm"], []).append(run["output_tok_s"])
+    surely = max(map(min, rates.values()), default=0.0)
+    return {arm for arm, of_arm in rates.items() if max(of_arm) < (1 - share) * surely}

@@ -15,7 +15,7 @@ from typing import Any
 from draftdial.controller.comparison import build, seeds_needed, to_json
 from draftdial.controller.cost_profile import CostProfile
 from draftdial.controller.errors import UserError
-from draftdial.controller.files import sha256_of
+from draftdial.controller.files import sha256_of, short_names
 from draftdial.controller.plots import Trace
 from draftdial.controller.policy_card import canonical
 from draftdial.controller.policy_file import PolicyFile, read
@@ -200,10 +200,10 @@ def contest_of(args: argparse.Namespace) -> Contest:
 
 def _read_policies(paths: Sequence[Path]) -> dict[str, PolicyFile]:
     """The files by their names in the table."""
-    names = ["learned"] if len(paths) == 1 else [f"learned:{path.stem}" for path in paths]
+    names = ["learned"] if len(paths) == 1 else [f"learned:{name}" for name in short_names(paths)]
     if len(set(names)) < len(names):
         found = " ".join(map(str, paths))
-        raise UserError(f"policy files: found {found}, allowed: names that differ before the last dot")
+        raise UserError(f"policy files: found {found}, allowed: each once")
     return {name: read(path) for name, path in zip(names, paths, strict=True)}
 
 

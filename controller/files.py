@@ -1,10 +1,11 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and short names for them."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -22,6 +23,21 @@ def atomic_write(path: str | Path, content: bytes | str) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def short_names(paths: Sequence[Path]) -> list[str]:
+    """Each path's stem, with as many folders before it as tell it from the others: `a/policy`, `b/policy`.
+
+    Names are alike only where paths are, their endings apart.
+    """
+    parts = [path.absolute().with_suffix("").parts for path in paths]
+
+    def short(own: tuple[str, ...]) -> str:
+        tails = (own[-length:] for length in range(1, len(own) + 1))
+        known = (tail for tail in tails if sum(other[-len(tail) :] == tail for other in parts) == 1)
+        return "/".join(next(known, own[-1:]))
+
+    return [short(own) for own in parts]
 
 
 def sha256_of(data: bytes) -> str:

@@ -33,24 +33,22 @@ def positive(text: str) -> float:
     return value
 
 
+def share(text: str) -> float:
+    """A number above 0 and below 1."""
+    value = positive(text)
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f"found {text}, allowed: a number above 0 and below 1")
+    return value
+
+
 def positives(text: str) -> tuple[float, ...]:
     """Numbers above 0 with commas between."""
     return tuple(positive(part) for part in text.split(","))
 
 
 def span(text: str) -> tuple[int, int]:
-    """`LOW:HIGH`, two whole numbers."""
+    """`LOW:HIGH`, two whole numbers above 0 that may be the same."""
     low, _, high = text.partition(":")
-    found = (count(low), count(high or "0"))
-    if found[0] >= found[1]:
-        raise argparse.ArgumentTypeError(f"found {text}, allowed: LOW:HIGH, LOW below HIGH")
-    return found
-
-
-def range_of(text: str) -> tuple[int, int]:
-    """`MIN:MAX`, two whole numbers that may be the same."""
-    least, _, most = text.partition(":")
-    found = (count(least), count(most or "0"))
-    if found[0] > found[1]:
-        raise argparse.ArgumentTypeError(f"found {text}, allowed: MIN:MAX, MIN not above MAX")
-    return found
+    if not (low.isdecimal() and high.isdecimal() and int(low) <= int(high)):
+        raise argparse.ArgumentTypeError(f"found {text}, allowed: LOW:HIGH, LOW not above HIGH")
+    return count(low), count(high)

@@ -54,7 +54,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="append",
         default=[],
         metavar="FILE",
-        help="an arm beside the fixed k: that of policy:NAME, NAME the file's without its ending",
+        help="an arm beside the fixed k; of a BENCH.json, the arms that ran just this file: policy:NAME, and "
+        "steer where the server had it",
     )
     served = parser.add_argument_group("with a URL")
     served.add_argument(
@@ -116,8 +117,8 @@ def _cells(args: argparse.Namespace, profile: CostProfile) -> list[Cell]:
         return log_cells(Path(args.of[0]), profile)
     acceptance = GivenAcceptance(args.acceptance)
     _check_each_once("file", [str(Path(text).resolve()) for text in args.of])
-    _check_each_once("--policy", [Path(path).stem for path in args.policy])
-    policies = [Arm.parse(f"policy:{path}") for path in args.policy]
+    _check_each_once("--policy", [str(Path(path).resolve()) for path in args.policy])
+    policies = Arm.parse_all([f"policy:{path}" for path in args.policy])
     if kind == "url":
         benches = [served(args, args.of[0], profile, acceptance, policies)]
     else:

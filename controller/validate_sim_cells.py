@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from draftdial.controller.bench_arms import Arm
 from draftdial.controller.cost_profile import CostProfile
 from draftdial.controller.errors import UserError
+from draftdial.controller.files import sha256_of
+from draftdial.controller.policy_file import PolicyFile
 from draftdial.controller.validate_sim_acceptance import GivenAcceptance
 from draftdial.controller.validate_sim_bench import Figures, Run, ServedBench
 from draftdial.controller.validate_sim_report import FIGURES, WASTED, Cell, cell_of
@@ -26,10 +28,8 @@ def bench_cells(
     Raises:
         UserError: a bench cannot be compared with this profile and these files, or none of its arms can.
     """
-    files = {arm.name: arm.policy for arm in policies if arm.policy is not None}
-    unknown = set(files) - {arm for bench in benches for arm in bench.document["arms"]}
-    if unknown:
-        raise UserError(f"--policy: found {min(unknown)}, allowed: what is an arm of {benches[0].source}")
+    files = {sha256_of(arm.policy.data): arm.policy for arm in policies if arm.policy is not None}
+    _check_policies(benches, files)
     for bench in benches:
         bench.check(profile, acceptance)
     pairs: dict[Place, list[tuple[Run, Figures]]] = {}
@@ -49,6 +49,25 @@ def bench_cells(
     if not pairs:
         raise UserError(f"{benches[0].source}: no run of an arm that can be simulated")
     return [_cell(place, found) for place, found in pairs.items()]
+
+
+def _check_policies(benches: Sequence[ServedBench], files: Mapping[str, PolicyFile]) -> None:
+    """UserError unless each file ran in some arm, and each arm ran one of them at most."""
+    ran: dict[str, str] = {}
+    for bench in benches:
+        for arm in bench.document["arms"]:
+            sha256 = bench.policy_sha256(arm)
+            if sha256 in files and ran.setdefault(arm, sha256) != sha256:
+                both = " and ".join(files[found].source for found in (ran[arm], sha256))
+                raise UserError(f"--policy: found {both}, which are both {arm}, allowed: one of them")
+    for sha256, file in files.items():
+        if sha256 not in ran.values():
+            arms = [(arm, benches[0].policy_sha256(arm)) for arm in benches[0].document["arms"]]
+            known = [f"{arm} of sha256 {found[:12]}" for arm, found in arms if found]
+            raise UserError(
+                f"--policy: found {file.source} of sha256 {sha256[:12]}, allowed: what is an arm of "
+                f"{benches[0].source}: {', '.join(known) or 'none'}"
+            )
 
 
 def _cell(place: Place, found: Sequence[tuple[Run, Figures]]) -> Cell:

@@ -15,6 +15,7 @@ from draftdial.controller.acceptance_file import AcceptedDrafts, read_requests
 _GOLDEN, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 _DOMAIN_TAG = re.compile(r"#acceptance=([^#:]+):([0-9a-f]{16})$")
 _ROW_TAG = re.compile(r"#row=(\d{1,9})$")
+_BEHIND_DOMAINS = " (sha256 "
 
 
 def tagged_rid(name: str, domain: str, request_hash: int) -> str:
@@ -64,7 +65,7 @@ class AcceptanceArrays:
 
     def __str__(self) -> str:
         named = ", ".join(f"{len(arrays)} of {name}" for name, arrays in self._domains.items())
-        return f"{named} (sha256 {self.sha256[:12]})"
+        return f"{named}{_BEHIND_DOMAINS}{self.sha256[:12]})"
 
     def is_misnamed(self, rid: str) -> bool:
         """Does the id end in a tag that names nothing here?"""
@@ -108,6 +109,12 @@ class AcceptanceArrays:
         """The hop-th array of a request: `envs.kernels._array_of`."""
         place = mix(request_hash + hop * _GOLDEN) % len(self._domains[domain])
         return self._first_rows[domain] + place
+
+
+def replayed_domains(description: str) -> tuple[str, ...]:
+    """The domains that a server's `acceptance_replay` names; none where that text is empty or was cut."""
+    named, is_whole, _ = description.partition(_BEHIND_DOMAINS)
+    return tuple(part.partition(" of ")[2] for part in named.split(", ")) if is_whole else ()
 
 
 def mix(x: int) -> int:

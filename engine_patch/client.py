@@ -20,6 +20,11 @@ Status = dict[str, Any]
 
 TIMEOUT_S = 30.0
 
+_KEPT_TOKENS = 6
+"""`max_req_input_len` is so far below the context length, or below the KV pool where that is smaller."""
+_UNUSED_TOKENS = 2
+"""So many of the context no request can use, even without drafts."""
+
 _CHANGE = "/set_internal_state"
 _REDIRECTS = (301, 302, 303, 307, 308)
 
@@ -80,6 +85,20 @@ class Server:
         """The internal state of every data-parallel replica, SGLang's own fields among them."""
         states: list[dict[str, Any]] = self._info()["internal_states"]
         return states
+
+    def longest_request(self) -> int | None:
+        """Tokens that a prompt and its whole answer may have together; None where the server does not say.
+
+        As SGLang 0.5.14 to 0.5.23 count them: `TpModelWorker.get_worker_info`, and the bounds on
+        `max_new_tokens` in `Scheduler` and `TokenizerManager`, which keeps room for a round's drafts. Where
+        the KV pool is smaller than the context, the server would answer a few tokens more.
+        """
+        info = self._info()
+        known = info.get("max_req_input_len")
+        if not isinstance(known, int):
+            return None
+        drafts = info.get("speculative_num_draft_tokens") or 0
+        return known + _KEPT_TOKENS - max(_UNUSED_TOKENS, drafts)
 
     def post(self, path: str, body: dict[str, Any]) -> bytes:
         """The answer of `path` to a JSON body, whatever it is."""

@@ -33,8 +33,11 @@ FIGURES = ("output_tok_s", "e2e_mean_s", "ttft_mean_s", "tpot_mean_s", "wasted_d
 class SimulatedBenches:
     """Writes `bench.json` files as a server of `profile` would have made them, lag 1 and off mode skip."""
 
-    def __init__(self, folder: Path, profile: CostProfile, policy: PolicyFile) -> None:
+    def __init__(self, folder: Path, profile: CostProfile, policy: PolicyFile, own: PolicyFile) -> None:
+        """`policy` is deployed as an arm, `own` is what the server had."""
         self.folder, self.profile = folder, profile
+        self.own = folder / "own.safetensors"
+        self.own.write_bytes(own.data)
         self.policy = folder / "mine.safetensors"
         self.policy.write_bytes(policy.data)
         (folder / "lengths.csv").write_text(LENGTHS)
@@ -49,6 +52,7 @@ class SimulatedBenches:
             "fixed-3": FixedK(profile.tiers, 3),
             "sglang-adaptive": SglangRule(profile.tiers),
             "policy:mine": load_policy(policy),
+            "steer": load_policy(own),
         }
 
     def bench(self, name: str, *domains: str, span: tuple[int, int] | None = None, **changed: Any) -> Path:
@@ -67,7 +71,7 @@ class SimulatedBenches:
                 "status": self.status(),
             },
             "options": work.options,
-            "arms": [*self.deciders, "steer"],
+            "arms": list(self.deciders),
             "policies": {"policy:mine": sha256_of(self.policy.read_bytes())},
             "runs": [
                 run
@@ -83,7 +87,9 @@ class SimulatedBenches:
 
     def status(self) -> dict[str, Any]:
         arrays = AcceptanceArrays.read(self.files.items())
-        return {"acceptance_replay": f"{arrays}, 9 rounds", "tiers": "0,1,3", "off_mode": "skip"}
+        replayed = f"{arrays}, 9 rounds"
+        own = sha256_of(self.own.read_bytes())
+        return {"acceptance_replay": replayed, "tiers": "0,1,3", "off_mode": "skip", "policy_sha256": own}
 
     def _runs(
         self,

@@ -233,9 +233,10 @@ def test_loads_are_the_simulators_workloads() -> None:
     [
         ([], "no load"),
         (["--closed", "0"], "found 0"),
-        (["--swing", "8:2"], "LOW below HIGH"),
+        (["--swing", "8:2"], "LOW not above HIGH"),
         (["--closed", "1", "--arms", "steer", "steer"], "each once"),
         (["--closed", "1", "--baseline", "no-spec"], "--baseline"),
+        (["--closed", "1", "--drop", "1"], "--drop: found 1, allowed: a number above 0 and below 1"),
         (["--closed", "1", "--lengths", "endless"], "lengths"),
         (["--closed", "1"], "cannot reach the server"),
     ],

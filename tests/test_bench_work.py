@@ -106,7 +106,9 @@ def test_options_that_went_through_json_draw_the_same(options: dict[str, Any]) -
         (["--closed", "1", "--per-slot", "0"], "found 0"),
         (["--closed", "1", "--domain-span", "5:9"], "--domain-span: found none to change between"),
         (["--closed", "1", "--domains", "a", "--domain-span", "5:9"], "--domain-span: found a to change"),
-        (["--closed", "1", "--domains", "a,b", "--domain-span", "9:5"], "MIN not above MAX"),
+        (["--closed", "1", "--domains", "a,b", "--domain-span", "9:5"], "LOW not above HIGH"),
+        (["--swing", "8"], "--swing: found 8, allowed: LOW:HIGH"),
+        (["--swing", "0:8"], "--swing: found 0, allowed: a whole number from 1"),
     ],
 )
 def test_options_that_fit_no_load_are_one_line(
@@ -171,6 +173,32 @@ def test_a_policy_that_fails_stops_its_own_arm_alone(fake: FakeSglang) -> None:
     steered.set(steer)
     with pytest.raises(ServerRefused, match="its policy has failed: decide"):
         steered.status_of(steer)
+
+
+def test_policies_are_named_by_what_tells_their_files_apart(
+    tmp_path: Path, make_policy_file: Callable[..., PolicyFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    paths = ["old/policy.safetensors", "runs/0/policy.safetensors", "more/0/policy.safetensors"]
+    paths += ["mine.safetensors", "policy.safetensors"]
+    for path in map(Path, paths):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(make_policy_file(1).data)
+
+    def names(*texts: str) -> list[str]:
+        return [arm.name for arm in Arm.parse_all(texts)]
+
+    files = [f"policy:{path}" for path in paths]
+    apart = ["policy:old/policy", "policy:runs/0/policy", "policy:more/0/policy"]
+    assert names(*files[:3], "off", files[3]) == [*apart, "off", "policy:mine"]
+    assert names("steer", files[0]) == ["steer", "policy:policy"]
+    assert names(files[0], files[4])[1] == f"policy:{tmp_path.name}/policy"
+    with pytest.raises(
+        UserError, match=r"found policy:mine\.safetensors policy:\./mine\.safetensors, allowed"
+    ):
+        names(files[3], "policy:./mine.safetensors")
+    with pytest.raises(UserError, match="arms: found off off, allowed: each once"):
+        names("off", "off")
 
 
 def test_a_prompts_file_that_is_gone_is_a_user_error(tmp_path: Path) -> None:

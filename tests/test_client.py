@@ -40,6 +40,8 @@ class FakeSglang:
     raw_answer: bytes | None = None
     delay_s: float = 0.0
     posts: list[dict[str, Any]] = field(default_factory=list)
+    info: dict[str, Any] = field(default_factory=dict)
+    """What else `/server_info` says."""
     url: str = ""
 
     def answer(self, path: str, body: bytes, authorization: str | None) -> tuple[int, Any]:
@@ -54,6 +56,7 @@ class FakeSglang:
                 return 401, {"error": "Unauthorized", "sent": authorization}
         if path == "/server_info":
             return 200, {
+                **self.info,
                 "version": "0.5.23",
                 "internal_states": [self._state(dial) for dial in self.replicas],
             }

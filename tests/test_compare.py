@@ -187,12 +187,14 @@ def test_the_command_writes_its_files_and_prints_tables_or_json(
     assert json.loads(capsys.readouterr().out) == json.loads((folder / "compare.json").read_text())
 
 
-def test_one_file_is_learned_and_several_go_by_their_stems(folder: Path) -> None:
+def test_one_file_is_learned_and_several_go_by_their_stems(folder: Path, tmp_path: Path) -> None:
     paths = [str(folder / "always.safetensors"), str(folder / "greedy.safetensors")]
     assert list(contest_of(arguments(paths[0])).policies) == ["learned"]
     both = contest_of(arguments(*paths))
     assert list(both.policies) == ["learned:always", "learned:greedy"]
     assert (both.server.profile.name, both.server.options.off_mode) == ("seeds-pcie", "warm")
+    alike = contest_of(arguments(paths[0], str(export(tmp_path, "always", kind="greedy"))))
+    assert list(alike.policies) == [f"learned:{folder.name}/always", f"learned:{tmp_path.name}/always"]
 
 
 def test_a_rule_reckons_with_the_server_it_is_compared_on(folder: Path, tmp_path: Path) -> None:
@@ -217,7 +219,7 @@ def test_a_rule_reckons_with_the_server_it_is_compared_on(folder: Path, tmp_path
         (["{folder}/greedy.safetensors", "--acceptance", "gone.jsonl"], "gone.jsonl"),
         (["{folder}/greedy.safetensors", "--workload", "drift6"], "workload: found drift6; allowed: chat"),
         (["{folder}/greedy.safetensors", "--workload", "trace:gone.csv"], "gone.csv: cannot be read"),
-        (["{folder}/greedy.safetensors", "{folder}/greedy.safetensors"], "names that differ"),
+        (["{folder}/greedy.safetensors", "{folder}/greedy.safetensors"], "allowed: each once"),
         (["{folder}/greedy.safetensors", "{folder}/other.safetensors"], "--profile: found none"),
     ],
 )

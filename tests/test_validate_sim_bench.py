@@ -22,7 +22,7 @@ def served(
 ) -> SimulatedBenches:
     profile = make_profile()
     (tmp_path / "server.json").write_text(json.dumps(profile.document))
-    return SimulatedBenches(tmp_path, profile, make_policy_file(3))
+    return SimulatedBenches(tmp_path, profile, make_policy_file(3), make_policy_file())
 
 
 def command(
@@ -52,7 +52,13 @@ def test_three_kinds_of_acceptance_give_one_summary_and_a_best_k_each(
     kinds = ["good", "poor,good 5:9", "poor"]
     assert [
         (cell["acceptance"], cell["arm"], cell["load"], cell["repeats"]) for cell in document["cells"]
-    ] == [(kind, arm, load, 2) for kind in kinds for arm in served.deciders for load in CONCURRENCIES]
+    ] == [
+        (kind, arm, load, 2)
+        for kind in kinds
+        for arm in served.deciders
+        if arm != "steer"
+        for load in CONCURRENCIES
+    ]
     for cell in document["cells"]:
         assert list(cell["error"].values()) == pytest.approx([0.0] * 4, abs=1e-9), cell
         assert cell["server"].get("wasted_draft_share") == cell["simulated"].get("wasted_draft_share")
@@ -163,16 +169,71 @@ def test_a_bench_that_cannot_be_simulated_is_one_line(
     assert not (served.folder / "out").exists()
 
 
-def test_another_policy_of_the_same_name_is_refused(
+def policies(*paths: Path) -> list[str]:
+    return [word for path in paths for word in ("--policy", str(path))]
+
+
+def test_the_servers_own_policy_is_the_arm_steer(
+    served: SimulatedBenches, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = served.bench("bench.json", "good")
+    assert main([*command(served, bench), *policies(served.own)]) == 0
+    cells = document_of(served)["cells"]
+    assert {cell["arm"] for cell in cells} == set(served.deciders) - {"policy:mine"}
+    for cell in cells:
+        assert list(cell["error"].values()) == pytest.approx([0.0] * 4, abs=1e-9), cell
+    by_arm = {cell["arm"]: cell["simulated"] for cell in cells if cell["load"] == 4.0}
+    assert all(by_arm["steer"] != figures for arm, figures in by_arm.items() if arm != "steer")
+    assert "left out: policy:mine\n" in capsys.readouterr().err
+
+
+def test_a_file_is_told_by_what_is_in_it(
     served: SimulatedBenches, make_policy_file: Callable[..., PolicyFile], capsys: pytest.CaptureFixture[str]
 ) -> None:
     bench = served.bench("bench.json", "good")
+    (served.folder / "other").mkdir()
+    renamed = served.policy.rename(served.folder / "other" / served.own.name)
     served.policy.write_bytes(make_policy_file(1).data)
-    assert main([*command(served, bench), "--policy", str(served.policy)]) == 2
-    assert "mine.safetensors: found sha256" in capsys.readouterr().err
-    other = served.policy.rename(served.folder / "other.safetensors")
-    assert main([*command(served, bench), "--policy", str(other)]) == 2
-    assert "--policy: found policy:other, allowed: what is an arm" in capsys.readouterr().err
+    assert main([*command(served, bench), *policies(served.policy)]) == 2
+    error = capsys.readouterr().err
+    assert re.search(
+        r"--policy: found \S+/mine.safetensors of sha256 \w{12}, allowed: what is an arm of \S+: "
+        r"policy:mine of sha256 \w{12}, steer of sha256 \w{12}\n$",
+        error,
+    ), error
+    assert main([*command(served, bench), *policies(renamed, served.own)]) == 0
+    assert {cell["arm"] for cell in document_of(served)["cells"]} == set(served.deciders)
+
+
+def test_an_arm_is_one_policy_in_all_benches(
+    served: SimulatedBenches, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The server of the second bench had the policy that was deployed to that of the first."""
+    first = served.bench("first.json", "good")
+    document = json.loads(first.read_text())
+    status = document["server"]["status"] | {"policy_sha256": document["policies"]["policy:mine"]}
+    second = served.bench("second.json", "good", server=document["server"] | {"status": status})
+    assert main([*command(served, first, second), *policies(served.own, served.policy)]) == 2
+    assert "which are both steer, allowed: one of them" in capsys.readouterr().err
+    assert main([*command(served, first, second), *policies(served.own)]) == 0
+    repeats = {cell["arm"]: cell["repeats"] for cell in document_of(served)["cells"]}
+    assert repeats == {"off": 4, "fixed-1": 4, "fixed-3": 4, "sglang-adaptive": 4, "steer": 2}
+
+
+def test_an_arm_that_was_left_out_of_a_repeat_is_compared_over_the_others(served: SimulatedBenches) -> None:
+    bench = served.bench("bench.json", "good")
+    document = json.loads(bench.read_text())
+    document["options"]["drop"] = 0.25
+    document["runs"] = [
+        run for run in document["runs"] if (run["arm"], run["load"], run["repeat"]) != ("off", 4.0, 1)
+    ]
+    bench.write_text(json.dumps(document))
+    assert main(command(served, bench)) == 0
+    found = document_of(served)
+    repeats = {(cell["arm"], cell["load"]): cell["repeats"] for cell in found["cells"]}
+    assert repeats.pop(("off", 4.0)) == 1 and set(repeats.values()) == {2}
+    assert found["summary"]["throughput_error_max"] < 1e-9
+    assert [row["same"] for row in found["best_fixed_k"]] == [True, True]
 
 
 def test_a_bench_counts_once(served: SimulatedBenches, capsys: pytest.CaptureFixture[str]) -> None:

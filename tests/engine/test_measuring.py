@@ -10,15 +10,23 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.error import HTTPError
 
 import policies
+import pytest
 from cpu_server import CPU_ENVIRONMENT, draft_arguments, target_arguments
 from steered_server import SteeredServer
-from traffic import Reference, Sending, random_requests, tokens_of
+from traffic import Reference, Request, Sending, random_requests, tokens_of
 
 from draftdial.controller.cost_profile import CostProfile
+from draftdial.engine_patch.client import Server
 
 SMALL = ["--batches", "1,3", "--contexts", "24,80", "--rounds", "6", "--repeats", "2", "--held-out", "1"]
+
+
+def only_warnings(stderr: str) -> bool:
+    """A host as busy as this one may tell repeats apart."""
+    return all("the two fastest repeats took" in line for line in stderr.splitlines())
 
 
 def test_a_running_server_is_profiled_and_goes_on_as_before(
@@ -27,21 +35,22 @@ def test_a_running_server_is_profiled_and_goes_on_as_before(
     out = tmp_path / "tiny.json"
     begun = len(steered.rounds())
     done = steered.command("profile", steered.url, "--out", str(out), *SMALL)
-    assert (done.returncode, done.stderr) == (0, ""), done
+    assert done.returncode == 0 and only_warnings(done.stderr), done
     profile = CostProfile.load(out)
     assert profile.tiers == (0, 1, 2, 3) and profile.max_running == 16 and profile.kv_pool_tokens == 16384
     assert profile.captured_batches.tolist() == [1, 3]
     document = json.loads(out.read_text())
     assert "Held-out cells (5 timings" in document["description"] and document["engine"] == "SGLang"
     measured = json.loads((tmp_path / "tiny.measurements.json").read_text())["results"]
-    assert not [result for result in measured.values() if "failed" in result]
+    repeats = [repeat for result in measured.values() for repeat in result["repeats"]]
+    assert not [repeat for repeat in repeats if "failed" in repeat] and len(repeats) >= 2 * len(measured)
     cells = [result for result in measured.values() if result["kind"] == "cell"]
     assert len(cells) == 4
-    for cell in cells:
-        assert {row: timing["rounds"] for row, timing in cell["rows"].items()} == dict.fromkeys(
-            ("off-warm", "off-skip", "k=1", "k=2", "k=3"), 12
+    for context, repeat in ((cell["context"], repeat) for cell in cells for repeat in cell["repeats"]):
+        assert {row: timing["rounds"] for row, timing in repeat["rows"].items()} == dict.fromkeys(
+            ("off-warm", "off-skip", "k=1", "k=2", "k=3"), 6
         )
-        assert all(timing["context"] >= cell["context"] for timing in cell["rows"].values())
+        assert all(timing["context"] >= context for timing in repeat["rows"].values())
     # What was counted did run: 14 rounds of every tier, of 0 twice, in both repeats of the cells at batch 3.
     ran = [k for batch, k in steered.rounds()[begun:] if batch == 3]
     assert min(ran.count(k) for k in (1, 2, 3)) >= 2 * 2 * 14 and ran.count(0) >= 2 * 2 * 28
@@ -77,7 +86,7 @@ def test_servers_are_started_with_and_without_speculation(models: Path, tmp_path
         capture_output=True,
         text=True,
     )
-    assert (done.returncode, done.stderr) == (0, ""), done
+    assert done.returncode == 0 and only_warnings(done.stderr), done
     rows = {row["row"]: row["cells"] for row in json.loads(out.read_text())["rows"]}
     assert not any(cell.get("inferred") for cell in rows["nospec"])
     assert {"nospec cell batch 3 context 80", "nospec prefill batch 0 context 0"} <= set(
@@ -113,17 +122,41 @@ def test_arms_are_compared_and_the_server_is_put_back(
 
 def test_requests_that_fail_fail_the_benchmark(steered: SteeredServer, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
-    lines = [{"id": str(i), "category": "x", "ids": [5] * (5000 if i == 2 else 9)} for i in range(8)]
+    # The third one has a token id that does not fit 64 bits: every release refuses it at the door.
+    lines = [{"id": str(i), "category": "x", "ids": [2**63 if i == 2 else 5] * 9} for i in range(8)]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     done = steered.command(
         *("bench", steered.url, "--arms", "steer", "--closed", "2", "--requests", "16", "--repeats", "1"),
         *("--prompts", str(prompts), "--out", str(tmp_path / "b")),
     )
     assert done.returncode == 1 and "2 requests were lost or failed" in done.stderr, done
-    assert "longer than" in done.stderr, done
+    assert "HTTP 4" in done.stderr, done
     [run] = json.loads((tmp_path / "b" / "bench.json").read_text())["runs"]
     assert run["failed"] == 2
     assert steered.status()["forced_k"] == -1
+
+
+def test_a_benchmark_of_too_long_requests_does_not_begin(steered: SteeredServer, tmp_path: Path) -> None:
+    """The bound read from `/server_info` is the server's own: what reaches it is answered, more is not."""
+
+    def asked(prompt_tokens: int, output_tokens: int) -> tuple[int, str]:
+        lengths = tmp_path / "lengths.csv"
+        rows = [f"{second},{prompt_tokens},{output_tokens}\n" for second in range(2)]
+        lengths.write_text("".join(["arrival_s,input_tokens,output_tokens\n", *rows]))
+        done = steered.command(
+            *("bench", steered.url, "--arms", "steer", "--closed", "1", "--requests", "1", "--per-slot", "1"),
+            *("--lengths", f"trace:{lengths}", "--repeats", "1", "--out", str(tmp_path / "b")),
+        )
+        return done.returncode, done.stderr
+
+    longest = Server(steered.url).longest_request()
+    assert longest == 4096 - (max(policies.TIERS) + 1)
+    code, error = asked(longest - 4, 5)
+    assert code == 2 and f"allowed: {longest} in all" in error and not (tmp_path / "b").exists()
+    code, error = asked(longest - 4, 4)
+    assert code == 0, error
+    with pytest.raises(HTTPError, match="400"):
+        Sending(steered, [Request((5,) * (longest - 4), 5)]).answers()
 
 
 def test_a_benchmark_that_is_interrupted_puts_the_server_back(steered: SteeredServer, tmp_path: Path) -> None:
