@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
 import sys
 from collections.abc import Sequence
 
@@ -45,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; 0 when it did what was asked, 2 with one line when the input was wrong."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _Parser(prog="draftdial", description="A learned dial for speculative decoding.")
+    parser.add_argument(
+        "--version", action="version", version=f"draftdial {importlib.metadata.version('draftdial')}"
+    )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     called = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
@@ -60,7 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if called in _FLAGS_ANYWHERE:
             behind = arguments.index(called) + 1
             arguments[behind:] = sorted(arguments[behind:], key=lambda argument: not argument.startswith("-"))
-        args = parser.parse_args(arguments, argparse.Namespace(engine_arguments=forwarded))
+        args, unknown = parser.parse_known_args(arguments, argparse.Namespace(engine_arguments=forwarded))
+        if unknown:
+            hint = "; SGLang's own go behind --" if called in _FORWARDING else ""
+            raise UserError(f"{called}: found {' '.join(unknown)}, allowed: what --help lists{hint}")
         status: int = args.run(args)
         return status
     except UserError as error:
@@ -84,7 +91,8 @@ class _Parser(argparse.ArgumentParser):
     """Reports wrong arguments in one line."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
-        raise UserError(message)
+        command = self.prog.partition(" ")[2]
+        raise UserError(f"{command}: {message}" if command else message)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Write the file and say so; 0, or a `UserError` for a value that is out of range."""
     profile = CostProfile.load(args.profile)
+    known = [mode for mode in SPECULATIVE_OFF_MODES if mode in profile.off_modes]
+    if args.off_mode not in known:
+        raise UserError(
+            f"export-rule {args.kind}: --off-mode: found {args.off_mode}, allowed: {', '.join(known)} "
+            f"({profile.name}); a server with --off-mode kv-only takes a policy made for warm, too"
+        )
     card = {"kind": args.kind, **_parameters(args, profile)}
     rule = rule_from_card(card, profile.tiers, profile, args.off_mode)
     # Should a rule ever fail in a server, that server stops speculating, unless the rule is that simple.

@@ -35,6 +35,8 @@ from draftdial.engine_patch.launch_checks import (
 )
 from draftdial.engine_patch.sglang_arguments import Resolved, Sglang
 
+_NO_POLICY = "/POLICY"
+
 
 def examine(
     request: Request, environment: Mapping[str, str], sglang: Sglang, ends_at_obstacle: bool = False
@@ -101,7 +103,8 @@ class _Examination:
         """What the policy needs; where it cannot be read, what SGLang's own rule does."""
         path = self.request.policy
         if path is None:
-            self.found(Finding("warning", "policy", "none given: looked at as for SGLang's own rule"))
+            text = f"none given: looked at as for SGLang's own rule; {_NO_POLICY} stands for the file to give"
+            self.found(Finding("warning", "policy", text))
             return Needs()
         try:
             file = read(path)
@@ -176,7 +179,7 @@ class _Examination:
 def _variables(request: Request, environment: Mapping[str, str]) -> dict[str, str]:
     """The plugin's settings, checked by the code that will read them."""
     variables = {
-        settings.POLICY: os.path.abspath(request.policy or "/POLICY"),
+        settings.POLICY: os.path.abspath(request.policy or _NO_POLICY),
         settings.MODE: request.mode,
         settings.START: "strict" if request.strict else "warn",
     }

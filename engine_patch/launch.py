@@ -63,7 +63,10 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
         help=f"refuse a server that cannot be steered (default, unless {START} says warn)",
     )
     start.add_argument(
-        "--warn", dest="strict", action="store_false", help="start it all the same, by a rule that is safe"
+        "--warn",
+        dest="strict",
+        action="store_false",
+        help="start it all the same, with one k that is safe at every load, or without speculation",
     )
     parser.add_argument(
         "--log", type=Path, metavar="FILE", help="record every decision; missing folders are made"
@@ -89,7 +92,10 @@ def request_of(args: argparse.Namespace, environment: Mapping[str, str]) -> Requ
         UserError: no arguments for SGLang, or a variable holds what it may not.
     """
     if not args.engine_arguments:
-        raise UserError(f"{args.command}: nothing for SGLang: put -- and then the arguments of its server")
+        raise UserError(
+            f"{args.command}: found no arguments for SGLang's server, "
+            "allowed: one or more behind --, such as -- --model-path MODEL"
+        )
     replay = tuple(args.replay_acceptance)
     mode = args.mode or one_of(environment, MODE, MODES)
     strict = one_of(environment, START, STARTS) == "strict" if args.strict is None else args.strict

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from draftdial.controller.errors import UserError
 from draftdial.controller.signals import FloatArray
-from draftdial.envs.factories import build, pick
+from draftdial.envs.factories import build
 
 Int32Array = NDArray[np.int32]
 
@@ -113,7 +113,9 @@ def as_lengths(spec: str | Mapping[str, object] | LengthModel) -> LengthModel:
                 spec[len("trace:") :]
             )
             return model
-        return pick(LENGTHS, spec, "lengths")
+        if spec not in LENGTHS:
+            raise UserError(f"lengths: found {spec}, allowed: {', '.join(LENGTHS)}, trace:FILE")
+        return LENGTHS[spec]
     if isinstance(spec, Mapping):
         laws = {
             key: build(TokenLaw, value, f"lengths.{key}") if isinstance(value, Mapping) else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,31 @@ def test_what_is_missing_is_named_with_the_line_that_installs_it() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == "draftdial: train needs torch: pip install '.[train]' in a checkout\n"
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"draftdial {importlib.metadata.version('draftdial')}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["bench"], "bench: the following arguments are required: URL"),
+        (["train", "--fly"], "train: found --fly, allowed: what --help lists"),
+        (
+            ["doctor", "a.safetensors", "--model-path", "m"],
+            "doctor: found --model-path m, allowed: what --help lists; SGLang's own go behind --",
+        ),
+    ],
+)
+def test_a_wrong_argument_is_named_with_its_command(
+    argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(argv) == 2
+    assert capsys.readouterr().err == f"draftdial: {says}\n"
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)

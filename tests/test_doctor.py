@@ -104,7 +104,8 @@ def test_the_same_as_json(policy: str, capsys: pytest.CaptureFixture[str]) -> No
 def test_without_a_policy(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--", *ARGUMENTS]) == 0
     report = capsys.readouterr().out
-    assert "warning  policy: none given" in report and "tiers: k = 0, 1, 3, 5, 7" in report
+    assert "warning  policy: none given" in report and "/POLICY stands for the file to give" in report
+    assert shell_words(report)[0] == "DRAFTDIAL_POLICY=/POLICY" and "tiers: k = 0, 1, 3, 5, 7" in report
     assert "warning  max running: SGLang allows 48 under speculation unless told otherwise" in report
     assert cli.main(["doctor", "--", *ARGUMENTS, "--max-running-requests", "9"]) == 0
     assert "ok       max running" in capsys.readouterr().out

@@ -65,6 +65,11 @@ def test_rules_without_parameters(
             "export-rule threshold: --batch: found -1, allowed: 0 to 264 (h200-llama3-8b)",
         ),
         ("greedy --k 3", "export-rule greedy: --k: found 3, allowed: only for fixed and threshold"),
+        (
+            "greedy --off-mode kv-only",
+            "export-rule greedy: --off-mode: found kv-only, allowed: warm, skip (h200-llama3-8b); a server "
+            "with --off-mode kv-only takes a policy made for warm, too",
+        ),
         ("fixed --k 3 --batch 8", "export-rule fixed: --batch: found 8, allowed: only for threshold"),
     ],
 )

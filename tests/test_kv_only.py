@@ -198,7 +198,7 @@ def test_a_server_that_fell_back_says_so(profile: CostProfile) -> None:
     )
     restart = WarmRestart()
     dial.kv_only = SimpleNamespace(  # type: ignore[assignment]
-            restart=restart, fallback="two layers", num_rounds=0, num_prefills=0
+        restart=restart, fallback="two layers", num_rounds=0, num_prefills=0
     )
     status = status_of(dial)
     assert (status["off_mode"], status["kv_only_fallback"], status["kv_only_rounds"]) == (
@@ -305,7 +305,7 @@ class Worker:
 
 
 def prefill(draft: Draft, slots: list[int], mode: str = "EXTEND") -> Any:
-    """A prompt of two tokens behind a prefix of three and one of the others; None if the draft ran over them."""
+    """Two tokens behind a prefix of three, and a prompt of the others; None if the draft read them."""
     batch = SimpleNamespace(
         extend_lens=[2, len(slots) - 2],
         prefix_lens=[3, 0],

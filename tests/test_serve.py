@@ -560,10 +560,13 @@ def test_serve_becomes_the_server(
 
     assert cli.main(["serve", policy, "--", *EAGLE, "--enable-pdmux"]) == 2
     assert cli.main(["serve", policy]) == 2
+    assert cli.main(["serve", policy, *EAGLE[:2]]) == 2
     assert len(became) == 1
     assert capsys.readouterr().err.splitlines() == [
         f"draftdial: serve: adaptive: {UNSUPPORTED}: leave that out, or start with --warn, not steered",
-        "draftdial: serve: nothing for SGLang: put -- and then the arguments of its server",
+        "draftdial: serve: found no arguments for SGLang's server, allowed: one or more behind --, such as "
+        "-- --model-path MODEL",
+        "draftdial: serve: found --model-path m, allowed: what --help lists; SGLang's own go behind --",
     ]
 
     cli.main(["serve", policy, "--warn", "--", *EAGLE, "--enable-pdmux"])

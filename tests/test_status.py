@@ -141,6 +141,22 @@ def test_long_texts_and_odd_numbers_stay_plain(
     assert status["signals.kv_used_fraction"] == "nan"
 
 
+def test_kv_only_shows_that_it_works_or_why_not(
+    make_dial: Callable[..., Dial], make_policy_file: Callable[..., PolicyFile]
+) -> None:
+    plain = status_of(make_dial(make_policy_file()))
+    works = {"kv_only_fallback": "", "kv_only_rounds": 1234, "kv_only_prefills": 5}
+    works["kv_only_restarts"] = 12
+
+    def said(**more: int | str) -> list[str]:
+        return [line for line in status_lines(plain | more) if line.startswith("off mode")]
+
+    assert said() == []
+    assert said(**works) == ["off mode   kv-only, 1,234 rounds and 5 prefills without the draft, 12 restarts"]
+    fallen = works | {"kv_only_fallback": "the draft's keys differ"}
+    assert said(**fallen) == ["off mode   kv-only, but k = 0 stays warm: the draft's keys differ"]
+
+
 def test_a_failure_of_the_status_is_told_not_raised() -> None:
     status = status_of(SimpleNamespace())  # type: ignore[arg-type]
     check_plain(status)

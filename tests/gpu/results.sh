@@ -1,23 +1,27 @@
 #!/usr/bin/env bash
-# results.sh INPUT OUT SEED...: a cost profile, a policy trained on it, and policies, fixed k and servers under many
-# loads. A server with speculation (off mode kv-only) that can replay recorded acceptance is on GPU 0, one without
+# results.sh INPUT OUT PART...: a cost profile, a policy trained on it, and policies, fixed k and servers under the loads
+# of each PART, in this order: {good,mixed,poor}-{low,high} and swing. A server with speculation (off mode kv-only) that can replay recorded acceptance is on GPU 0, one without
 # speculation on GPU 1; they are profiled at the same time, and under load one at a time. INPUT holds
 #   start.safetensors                                       any policy of this server's tiers
 #   acceptance/{chat,code,finance,maths,poor,reasoning}.jsonl                  (draftdial export-acceptance)
 #   lengths.csv, swing.csv                                                     (tests/gpu/short_requests.py)
-# TRAIN_SITE: a folder of packages that training needs beyond those on the Python path.
+# REPEATS (1) of every part, with seeds from SEED (100) on. TRAIN_SITE: packages that training needs beyond those on the
+# Python path.
 # Leaves in OUT: h200-llama3-8b.json (the profile) and its measurements, policy.safetensors, off-500.json, off-2000.json,
-# host.jsonl (how slow the host was, and when), and SEED/PART/bench.json. Each seed is one repeat over all parts, what
-# matters most first, so that whatever is there when time runs out is whole. Exit status 3 if the host is too slow.
+# host.jsonl (how slow the host was, and when), and PART/bench.json, which is whole at any time. Exit status 3 if the host
+# is too slow (SLOW_HOST=go: never mind).
 set -uo pipefail
 input=$1 out=$2
 shift 2
+for part in "$@"; do
+  [[ $part =~ ^((good|mixed|poor)-(low|high)|swing)$ ]] || { echo "no such part: $part"; exit 2; }
+done
 . "$(dirname "$0")/servers.sh"
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 url=http://127.0.0.1:30000 plain_url=http://127.0.0.1:30100
 profile=$out/h200-llama3-8b.json policy=$out/policy.safetensors
 # Idle servers must not take the host's time from the other one, nor logging from the scheduler.
-common=(--mem-fraction-static 0.85 --max-total-tokens "${POOL_TOKENS:-600000}" --sleep-on-idle --log-level warning)
+common=(--mem-fraction-static 0.85 --max-total-tokens "${POOL_TOKENS:-640000}" --sleep-on-idle --log-level warning)
 replay=()
 for domain in chat code finance maths poor reasoning; do
   replay+=(--replay-acceptance "$input/acceptance/$domain.jsonl")
@@ -62,32 +66,30 @@ rule threshold --k 3 --batch 192 --out "$out/threshold.safetensors"
 $dial deploy "$policy" $url || exit 1
 echo "deployed at $SECONDS s"
 
-# bench PART ARGUMENTS...
-bench() {
-  local part=$1 begun=$SECONDS
-  shift
-  host
-  mkdir -p "$out/$seed"
-  $dial bench $url --deployed "$policy" --repeats 1 --seed "$seed" --lengths "trace:$input/lengths.csv" \
-    --out "$out/$seed/$part" "$@" >"$out/$seed/$part.txt" 2>&1
-  echo "$seed/$part: status $?, $((SECONDS - begun)) s, at $SECONDS s"
-}
-
 adaptive=policy:$out/sglang-adaptive.safetensors
-few="steer off fixed-1 fixed-2 $adaptive"
+few="steer off fixed-1 fixed-2 fixed-3 $adaptive"
 good=chat,code,reasoning mixed=finance,maths,chat,code,reasoning
-high=(--closed 256,192,128,64 --per-slot 2 --requests 10)
-low=(--closed 1,2,4,8,16,32 --per-slot 3 --requests 10)
+high="--closed 256,192,128,64 --per-slot 2 --requests 10 --arms $few"
+low="--closed 1,2,4,8,16,32 --per-slot 3 --requests 10 --arms $few"
 swing=$(($(wc -l <"$input/swing.csv") - 1))
-for seed in "$@"; do
-  bench good-high --domains $good "${high[@]}" --arms $few fixed-3 fixed-5 --no-spec $plain_url
-  bench mixed-high --domains $mixed --domain-span 40:160 "${high[@]}" --arms $few fixed-3 fixed-5
-  bench poor-high --domains poor "${high[@]}" --arms $few --no-spec $plain_url
-  bench good-low --domains $good "${low[@]}" --arms $few fixed-3 fixed-5 fixed-7 --no-spec $plain_url
-  bench mixed-low --domains $mixed --domain-span 6:20 "${low[@]}" --arms $few fixed-3 fixed-5 fixed-7
-  bench swing --domains $mixed,poor --domain-span 40:120 --trace "$input/swing.csv" --requests "$swing" \
-    --arms $few fixed-3 "policy:$out/threshold.safetensors" --no-spec $plain_url
-  bench poor-low --domains poor "${low[@]}" --arms $few fixed-3 --no-spec $plain_url
+for part in "$@"; do
+  begun=$SECONDS
+  host
+  case $part in
+    good-high) how="--domains $good $high fixed-5 --no-spec $plain_url" ;;
+    good-low) how="--domains $good $low fixed-5 fixed-7 --no-spec $plain_url" ;;
+    mixed-high) how="--domains $mixed --domain-span 40:160 $high fixed-5" ;;
+    mixed-low) how="--domains $mixed --domain-span 6:20 $low fixed-5 fixed-7" ;;
+    poor-high) how="--domains poor $high --no-spec $plain_url" ;;
+    poor-low) how="--domains poor $low --no-spec $plain_url" ;;
+    swing)
+      how="--domains $mixed,poor --domain-span 40:120 --trace $input/swing.csv --requests $swing --no-spec $plain_url"
+      how="$how --arms $few policy:$out/threshold.safetensors"
+      ;;
+  esac
+  $dial bench $url $how --baseline steer --deployed "$policy" --repeats "${REPEATS:-1}" --drop 0.4 --seed "${SEED:-100}" \
+    --lengths "trace:$input/lengths.csv" --out "$out/$part" >"$out/$part.txt" 2>&1
+  echo "$part: status $?, $((SECONDS - begun)) s, at $SECONDS s"
 done
 timeout 20 $dial status $url
 get $url/server_info >"$out/server_info.json"
