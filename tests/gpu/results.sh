@@ -4,7 +4,7 @@
 # speculation on GPU 1; they are profiled at the same time, and under load one at a time. INPUT holds
 #   start.safetensors                                       any policy of this server's tiers
 #   acceptance/{chat,code,finance,maths,poor,reasoning}.jsonl                  (draftdial export-acceptance)
-#   lengths.csv, swing.csv                                                     (tests/gpu/short_requests.py)
+#   lengths.csv, long.csv, swing.csv                                           (tests/gpu/short_requests.py)
 # REPEATS (1) of every part, with seeds from SEED (100) on. TRAIN_SITE: packages that training needs beyond those on the
 # Python path.
 # Leaves in OUT: h200-llama3-8b.json (the profile) and its measurements, policy.safetensors, off-500.json, off-2000.json,
@@ -69,8 +69,8 @@ echo "deployed at $SECONDS s"
 adaptive=policy:$out/sglang-adaptive.safetensors
 few="steer off fixed-1 fixed-2 fixed-3 $adaptive"
 good=chat,code,reasoning mixed=finance,maths,chat,code,reasoning
-high="--closed 256,192,128,64 --per-slot 2 --requests 10 --arms $few"
-low="--closed 1,2,4,8,16,32 --per-slot 3 --requests 10 --arms $few"
+high="--closed 256,192,128,64 --per-slot 2 --requests 10 --lengths trace:$input/long.csv --arms $few"
+low="--closed 1,2,4,8,16,32 --per-slot 3 --requests 10 --lengths trace:$input/lengths.csv --arms $few"
 swing=$(($(wc -l <"$input/swing.csv") - 1))
 for part in "$@"; do
   begun=$SECONDS
@@ -88,7 +88,7 @@ for part in "$@"; do
       ;;
   esac
   $dial bench $url $how --baseline steer --deployed "$policy" --repeats "${REPEATS:-1}" --drop 0.4 --seed "${SEED:-100}" \
-    --lengths "trace:$input/lengths.csv" --out "$out/$part" >"$out/$part.txt" 2>&1
+    --out "$out/$part" >"$out/$part.txt" 2>&1
   echo "$part: status $?, $((SECONDS - begun)) s, at $SECONDS s"
 done
 timeout 20 $dial status $url
