@@ -112,21 +112,22 @@ class KvOnly:
         def run() -> Any:
             return original(worker, batch, hidden, next_token_ids, embeds, **kwargs)
 
-        if not self.restart.is_cold or self.fallback or not is_plain(worker, batch, embeds):
+        if not self.restart.is_cold or self.fallback or not is_plain(batch, embeds):
             return run()
+        assert self._draft_kv is not None
         try:
             prefill = Prefill(worker, batch, hidden, next_token_ids)
+            after = prefill.draft_input(self._draft_kv.width)
         except Exception as error:
             self._fall_back(f"{type(error).__name__}: {error}")
             return run()
         if "prefill" not in self._proven:
-            return self._prove("prefill", prefill.owed, run)
+            return self._prove("prefill", prefill.owed, run) if prefill.proves else run()
         self._attempt(self._write, prefill.owed)
         if self.fallback:
             return run()
-        assert self._draft_kv is not None
         self.num_prefills += 1
-        return prefill.draft_input(self._draft_kv.width)
+        return after
 
     def settle(self) -> None:
         """Write all of the draft's KV that is owed: something is about to read it, or to reuse its slots."""
@@ -243,7 +244,7 @@ def around_draft_extend_for_prefill(
     original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """AROUND `EagleDraftWorker._draft_extend_for_prefill`, which runs the draft over prompts."""
-    if _current is None or len(args) not in (2, 3):
+    if _current is None:
         return original(worker, batch, *args, **kwargs)
     return _current.prefill(original, worker, batch, *args, **kwargs)
 

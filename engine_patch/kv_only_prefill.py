@@ -18,8 +18,9 @@ from draftdial.engine_patch.kv_only_backlog import Owed
 if TYPE_CHECKING:
     from torch import Tensor
 
-NEEDED = ("EagleDraftInput", "_eagle_prefill_tail_tokens")
-"""Names in the worker's module; a release without one of them runs the draft."""
+PROOF_TOKENS = 8
+"""Of one prompt, at least, for a prefill to prove anything: at position 0 nothing is rotated, and a single
+token has none before it to be paired with. Health checks are that short."""
 
 
 class Prefill:
@@ -38,6 +39,7 @@ class Prefill:
         self._module = sys.modules[type(worker).__module__]
         self._next_token_ids = next_token_ids
         lengths, begins = batch.extend_lens, batch.prefix_lens
+        self.proves = max(lengths) >= PROOF_TOKENS
         places = [np.arange(begin, begin + n) for begin, n in zip(begins, lengths, strict=True)]
         last = np.fromiter(accumulate(lengths), np.int64) - 1
         sent = torch.from_numpy(np.concatenate([*places, last]))
@@ -67,8 +69,7 @@ class Prefill:
         )
 
 
-def is_plain(worker: Any, batch: Any, embeds: Any) -> bool:
-    """Can `Prefill` stand in for the draft? Not for images, nor where a prefill is mixed with decoding."""
-    module = sys.modules[type(worker).__module__]
-    is_known = all(hasattr(module, name) for name in NEEDED)
-    return is_known and embeds is None and batch.forward_mode.name == "EXTEND"
+def is_plain(batch: Any, embeds: Any) -> bool:
+    """Can `Prefill` stand in for the draft? Not where prompts are more than tokens, nor beside decoding."""
+    given = (embeds, getattr(batch, "input_embeds", None), getattr(batch, "replace_embeds", None))
+    return all(each is None for each in given) and batch.forward_mode.name == "EXTEND"

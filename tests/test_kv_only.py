@@ -228,7 +228,7 @@ class Draft:
 
     def __init__(self, projected: float, fails: bool) -> None:
         self.projected, self.fails = projected, fails
-        self.pool = torch.zeros(9, 1, 2)
+        self.pool = torch.zeros(20, 1, 2)
         self.writes: list[list[int]] = []
         """The slots of each."""
         self.seen: list[tuple[list[int], list[int]]] = []
@@ -304,7 +304,11 @@ class Worker:
     pass
 
 
-def prefill(draft: Draft, slots: list[int], mode: str = "EXTEND") -> Any:
+LONG = list(range(1, 12))
+"""Slots of a prefill that is long enough to prove the projection."""
+
+
+def prefill(draft: Draft, slots: list[int], mode: str = "EXTEND", **others: Any) -> Any:
     """Two tokens behind a prefix of three, and a prompt of the others; None if the draft read them."""
     batch = SimpleNamespace(
         extend_lens=[2, len(slots) - 2],
@@ -312,6 +316,7 @@ def prefill(draft: Draft, slots: list[int], mode: str = "EXTEND") -> Any:
         input_ids=torch.arange(10, 10 + len(slots)),
         out_cache_loc=torch.tensor(slots),
         forward_mode=SimpleNamespace(name=mode),
+        **others,
     )
 
     def original(*_: Any) -> None:
@@ -337,7 +342,7 @@ def test_what_is_owed_is_written_at_once_before_the_draft_runs(round_at_zero: Fa
     assert kv_only.decide(3) == 0  # the round that warms up
     kv_only.settle()
     assert draft.writes == [[1, 2, 3, 4, 5, 6]]
-    assert draft.pool.sum(dim=(1, 2)).tolist() == [0, 2, 2, 2, 2, 2, 2, 0, 0]
+    assert draft.pool.sum(dim=(1, 2))[:9].tolist() == [0, 2, 2, 2, 2, 2, 2, 0, 0]
     kv_only.settle()
     assert len(draft.writes) == 1
 
@@ -364,11 +369,12 @@ def test_a_write_that_fails_at_a_prefill_still_costs_a_warm_round(round_at_zero:
 
 def test_prefills_between_rounds_that_left_the_draft_out_leave_it_out_too(round_at_zero: Factory) -> None:
     kv_only, draft, run = round_at_zero()
-    assert prefill(draft, [1, 2, 3]) is None  # nothing was left out yet
+    assert prefill(draft, LONG) is None  # nothing was left out yet
     run()
-    assert prefill(draft, [1, 2, 3]) is None  # nor by the round that proved the projection
+    assert prefill(draft, LONG) is None  # nor by the round that proved the projection
     run()
-    assert prefill(draft, [1, 2, 3]) is None  # and this one proves it for prefills
+    assert prefill(draft, [1, 2, 3]) is None  # too short to prove anything
+    assert prefill(draft, LONG) is None  # and this one proves it for prefills
     assert (kv_only.num_prefills, draft.writes) == (0, [[0, 2]])
     after = prefill(draft, [4, 5, 6, 7])
     assert (kv_only.num_prefills, draft.writes[1:]) == (1, [[4, 5, 6, 7]])
@@ -382,19 +388,31 @@ def test_prefills_between_rounds_that_left_the_draft_out_leave_it_out_too(round_
     assert kv_only.fallback == ""
 
 
-def test_a_prefill_that_is_mixed_with_decoding_runs_the_draft(round_at_zero: Factory) -> None:
+@pytest.mark.parametrize("given", [{"mode": "MIXED"}, {"input_embeds": 1}, {"replace_embeds": 1}])
+def test_prompts_that_are_more_than_tokens_run_the_draft(
+    round_at_zero: Factory, given: dict[str, Any]
+) -> None:
     kv_only, draft, run = round_at_zero()
     for _ in range(3):
         run()
-        assert prefill(draft, [1, 2, 3], mode="MIXED") is None
+        assert prefill(draft, LONG, **given) is None
     assert kv_only.num_prefills == 0
+
+
+def test_a_prefill_that_differs_from_its_projection_ends_it(round_at_zero: Factory) -> None:
+    kv_only, draft, run = round_at_zero()
+    run()
+    run()
+    draft.projected = 2.0
+    assert prefill(draft, LONG) is None
+    assert "the draft's keys differ from their projection" in kv_only.fallback
 
 
 def test_a_projection_that_fails_at_a_prefill_runs_the_draft(round_at_zero: Factory) -> None:
     kv_only, draft, run = round_at_zero()
     for _ in range(2):
         run()
-        prefill(draft, [1, 2, 3])
+        prefill(draft, LONG)
     draft.fails = True
     kv_only._backlog.take()
     assert prefill(draft, [4, 5, 6, 7]) is None

@@ -1,6 +1,6 @@
 """A long run of real SGLang on two tensor-parallel ranks, which decide separately and must decide alike.
 
-    python tests/engine/soak_tp.py [--rounds 50000] [--limit 1500]
+    python tests/engine/soak_tp.py [--rounds 50000] [--limit 1500] [--off-mode kv-only]
 
 The load swings while policies are swapped, modes and forced k change, requests are aborted, broken policies
 are offered, the golden vectors of sound ones fail on one rank, and policies fail on both. SGLang's own rank
@@ -28,7 +28,7 @@ from swinging_load import Asked, SwingingLoad, post
 from tiny_models import write_models
 from traffic import ABORT_OVERSHOOT, Reference, random_requests
 
-from draftdial.controller.cost_profile import CostProfile
+from draftdial.controller.cost_profile import CostProfile, OffMode
 from draftdial.controller.policy_export import rule_file
 from draftdial.controller.policy_file import PolicyFile
 from draftdial.controller.rules import Threshold
@@ -39,12 +39,18 @@ LEVELS = (1, 3, 12, 2, 6, 24, 1, 8, 2)
 LEVEL_S, CHANGE_EVERY_S, HANG_S = 2.0, 0.8, 240.0
 NUM_REQUESTS = 60
 CHECKER_S = 120.0
+LEFT_OUT = ("kv_only_rounds", "kv_only_prefills", "kv_only_restarts")
 DIVERGE_KEY = "probe_diverge"
 ENVIRONMENT = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}
 
 
 def soak(
-    folder: Path, models: Path, reference: Reference, num_rounds: int, limit_s: float = float("inf")
+    folder: Path,
+    models: Path,
+    reference: Reference,
+    num_rounds: int,
+    limit_s: float = float("inf"),
+    off_mode: OffMode = "warm",
 ) -> dict[str, Any]:
     """Run a server in `folder` and compare what its two ranks have done; a summary with its `failures`."""
     asked = _asked(reference)
@@ -53,7 +59,11 @@ def soak(
     with SteeredServer(
         arguments,
         folder,
-        serve=[str(policy), "--log", str(folder / "decisions.log")],
+        serve=[
+            str(policy),
+            *("--log", str(folder / "decisions.log")),
+            *(("--off-mode", "kv-only") if off_mode == "kv-only" else ()),
+        ],
         environment=ENVIRONMENT,
     ) as server:
         run = RankSoak(
@@ -68,6 +78,12 @@ def soak(
         run.run(num_rounds, limit_s)
         first, second = server.rounds(0), server.rounds(1)
         is_checked = "Rank consensus checker is enabled" in server.log_text()
+        left_out = {}
+        if off_mode == "kv-only" and not run.failures:
+            status = server.status()
+            left_out = {name: status[name] for name in LEFT_OUT}
+            if status["kv_only_fallback"] or 0 in left_out.values():
+                run.failures.append(f"k = 0 ran the draft: {left_out} {status['kv_only_fallback']}")
         if not run.failures and not _notices_divergence(server, is_checked):
             run.failures.append("a rank that had decided otherwise was not noticed")
     if run.num_rounds < num_rounds:
@@ -76,6 +92,8 @@ def soak(
         run.failures.append("the ranks' own records of their rounds differ")
     return {
         "sglang": importlib.metadata.version("sglang"),
+        "off_mode": off_mode,
+        **left_out,
         **run.summary(),
         "recorded_rounds": [len(first), len(second)],
         "recorded_switches": num_switches(first),
@@ -128,13 +146,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=50_000, help="decode rounds (default: %(default)s)")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds at most (default: %(default)g)")
+    parser.add_argument("--off-mode", choices=("warm", "kv-only"), default="warm")
     args = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_models(folder)
         with CpuServer(target_arguments(folder), folder / "reference.log") as target:
-            summary = soak(folder, folder, Reference(target), args.rounds, args.limit)
+            summary = soak(folder, folder, Reference(target), args.rounds, args.limit, args.off_mode)
     print(json.dumps(summary | {"seconds_with_starts": round(time.monotonic() - began, 1)}, indent=1))
     return 1 if summary["failures"] else 0
 
