@@ -71,8 +71,8 @@ class Result:
 
     @property
     def failure(self) -> str:
-        """Why no repeat succeeded; empty if one did."""
-        return "" if self.rows else str(self.repeats[-1]["failed"])
+        """Why the last repeat failed, where none found anything; else empty."""
+        return "" if self.rows else str(self.repeats[-1].get("failed", ""))
 
     @property
     def is_settled(self) -> bool:

@@ -278,6 +278,14 @@ def test_what_always_fails_is_left_out_and_told(tmp_path: Path) -> None:
     assert by_row["k=3"][2]["inferred"]  # one context is left, which makes no line
 
 
+def test_a_server_without_a_prefill_of_a_timed_size_has_the_other_ones(tmp_path: Path) -> None:
+    plain = World("nospec")
+    plain.arguments["chunked_prefill_size"] = 32
+    document = built(swept(tmp_path, World(), plain)).document()
+    assert document["provenance"][0]["inferred"].endswith("Cells that failed: none.")
+    assert document["prefill"]["nospec"] == document["prefill"]["speculative"] != []
+
+
 def test_answers_are_as_long_as_acceptance_makes_them(tmp_path: Path) -> None:
     world = World()
     sweep = Sweep(world, GRID, "speculative")  # type: ignore[arg-type]

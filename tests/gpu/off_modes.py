@@ -1,4 +1,4 @@
-"""What a round at k = 0 takes in each off mode, and on a server without speculation on the same GPU.
+"""What a round at k = 0 takes in each off mode, and what on a server without speculation.
 
     python3 tests/gpu/off_modes.py URL PLAIN_URL --batches 1,8,32 --context 500 --out FILE.json
 
