@@ -77,7 +77,7 @@ def status_lines(status: Status) -> Iterator[str]:
         yield _line("ranks", f"{status['ranks']}, {alike}")
     if status.get("kv_only_fallback"):
         yield _line("off mode", f"kv-only, but k = 0 stays warm: {status['kv_only_fallback']}")
-    elif "kv_only_rounds" in status:
+    elif "kv_only_prefills" in status:
         left_out = f"{status['kv_only_rounds']:,} rounds and {status['kv_only_prefills']:,} prefills"
         yield _line(
             "off mode", f"kv-only, {left_out} without the draft, {status['kv_only_restarts']:,} restarts"

@@ -153,6 +153,7 @@ def test_kv_only_shows_that_it_works_or_why_not(
 
     assert said() == []
     assert said(**works) == ["off mode   kv-only, 1,234 rounds and 5 prefills without the draft, 12 restarts"]
+    assert said(kv_only_rounds=1234) == []  # of an earlier build
     fallen = works | {"kv_only_fallback": "the draft's keys differ"}
     assert said(**fallen) == ["off mode   kv-only, but k = 0 stays warm: the draft's keys differ"]
 
