@@ -16,7 +16,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from draftdial.controller.errors import UserError
-from draftdial.controller.profile_document import KV_ONLY_ROW, check_document, parse_document
+from draftdial.controller.profile_document import (
+    KV_ONLY_PREFILL,
+    KV_ONLY_ROW,
+    check_document,
+    parse_document,
+)
 from draftdial.controller.round_table import cell_knots, fold, prefill_knots
 from draftdial.controller.signals import FloatArray, IntArray
 
@@ -135,9 +140,7 @@ class CostProfile:
             document=document,
             _round_tables={},
             _running_last={},
-            _prefill_knots={
-                engine: prefill_knots(document["prefill"][engine]) for engine in ("nospec", "speculative")
-            },
+            _prefill_knots={kind: prefill_knots(pairs) for kind, pairs in document["prefill"].items()},
         )
         table = fold(
             knot_context, knot_round_s, captured, bucket, profile.eager_factor, profile.eager_extra_s
@@ -199,14 +202,30 @@ class CostProfile:
         """
         return self._of(self._round_tables, off_mode)
 
-    def prefill_s(self, num_tokens: ArrayLike, off_mode: OffMode) -> FloatArray:
-        """Seconds to prefill a batch of `num_tokens` prompt tokens in all (any shape); none cost nothing."""
+    def prefill_s(
+        self, num_tokens: ArrayLike, off_mode: OffMode, *, leaves_draft_out: bool = False
+    ) -> FloatArray:
+        """Seconds to prefill a batch of `num_tokens` prompt tokens in all (any shape); none cost nothing.
+
+        Args:
+            num_tokens: Of all prompts.
+            off_mode: The server's.
+            leaves_draft_out: As behind a round of `kv-only` that did. Where no such prefill was measured, and
+                in any other off mode, it costs as much as one that runs the draft.
+        """
         tokens = np.asarray(num_tokens)
-        seconds = np.interp(tokens, *self.prefill_knots(off_mode))
+        seconds = np.interp(tokens, *self.prefill_knots(off_mode, leaves_draft_out=leaves_draft_out))
         return np.asarray(seconds * (tokens > 0))
 
-    def prefill_knots(self, off_mode: OffMode) -> tuple[FloatArray, FloatArray]:
-        """Tokens and seconds, each `(num_knots,)`, for `numpy.interp`: constant below the first knot."""
+    def prefill_knots(
+        self, off_mode: OffMode, *, leaves_draft_out: bool = False
+    ) -> tuple[FloatArray, FloatArray]:
+        """Tokens and seconds, each `(num_knots,)`, for `numpy.interp`: constant below the first knot.
+
+        Arguments as of `prefill_s`.
+        """
+        if off_mode == "kv-only" and leaves_draft_out and KV_ONLY_PREFILL in self._prefill_knots:
+            return self._prefill_knots[KV_ONLY_PREFILL]
         return self._prefill_knots["nospec" if off_mode == "nospec" else "speculative"]
 
     def scaled(self, name: str, row_factors: ArrayLike, prefill_factor: float) -> Self:
@@ -215,7 +234,7 @@ class CostProfile:
         Args:
             name: The new profile's name.
             row_factors: Above 0, broadcast to `(num_rows, num_batches)`: multiply the round times.
-            prefill_factor: Above 0: multiplies the prefill times of both engines.
+            prefill_factor: Above 0: multiplies all prefill times.
         """
         factors = np.broadcast_to(np.asarray(row_factors, np.float64), self.knot_round_s.shape[:2])
         document = copy.deepcopy(self.document)

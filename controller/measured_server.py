@@ -58,6 +58,10 @@ class MeasuredServer:
         """Can k = 0 keep the draft's KV here without running the draft?"""
         return self.status.get("off_mode") == "kv-only" and not self.status.get("kv_only_fallback")
 
+    def num_kv_only_prefills(self) -> int:
+        """Prefills that left out the draft, since it was started."""
+        return int(self._only_status()["kv_only_prefills"])
+
     def check_kv_only(self) -> None:
         """ServerRefused if k = 0 was kept without the draft when this began, and no longer is."""
         reason = self._only_status().get("kv_only_fallback")

@@ -12,11 +12,24 @@ import numpy as np
 from draftdial.controller.cell_timings import Timing
 from draftdial.controller.cost_profile import OFF_MODE_OF_ROW, CostProfile
 from draftdial.controller.errors import UserError
-from draftdial.controller.profile_document import KV_ONLY_ROW, OFF_ROWS, SCHEMA, UNITS, row_names
-from draftdial.controller.profile_measurements import APART, Measurements
+from draftdial.controller.profile_document import (
+    KV_ONLY_PREFILL,
+    KV_ONLY_ROW,
+    OFF_ROWS,
+    SCHEMA,
+    UNITS,
+    row_names,
+)
+from draftdial.controller.profile_measurements import APART, KV_ONLY_PREFILL_TASK, Measurements
 from draftdial.controller.profile_provenance import Provenance
 
 EAGER_FACTOR = 1.0
+PREFILL_TASKS = {
+    "nospec": ("prefill", "nospec"),
+    "speculative": ("prefill", "speculative"),
+    KV_ONLY_PREFILL: (KV_ONLY_PREFILL_TASK, "speculative"),
+}
+"""Kind and side of what measures each kind of prefill."""
 
 Cells = dict[int, dict[int, float]]
 """Round time in ms by batch and mean context, of one row."""
@@ -147,20 +160,26 @@ class ProfileBuilder:
         return cell | ({"note": note} if note else {})
 
     def _prefill(self) -> dict[str, list[list[float]]]:
-        speculative = self._knots("speculative")
-        if len(speculative) < 2:
+        measured = self._measured_prefills
+        if "speculative" not in measured:
             raise UserError(f"{self._measured.path}: fewer than two sizes of prefill were measured")
-        nospec = self._knots("nospec")
-        return {"nospec": nospec if len(nospec) >= 2 else speculative, "speculative": speculative}
+        return {"nospec": measured["speculative"]} | measured
 
-    def _knots(self, side: str) -> list[list[float]]:
-        knots = self._prefills(side)
+    @property
+    def _measured_prefills(self) -> dict[str, list[list[float]]]:
+        """Knots by kind of prefill, where there are two."""
+        knots = {kind: self._knots(kind) for kind in PREFILL_TASKS}
+        return {kind: found for kind, found in knots.items() if len(found) >= 2}
+
+    def _knots(self, prefill: str) -> list[list[float]]:
+        knots = self._prefills(prefill)
         # More tokens never take less; what is left of it is noise.
         times = np.maximum.accumulate([knot["period_ms"] for knot in knots])
         return [[knot["tokens"], round(float(ms), 3)] for knot, ms in zip(knots, times, strict=True)]
 
-    def _prefills(self, side: str) -> list[Timing]:
-        knots = [knot for result in self._measured.of("prefill", side) for knot in result.rows.values()]
+    def _prefills(self, prefill: str) -> list[Timing]:
+        results = self._measured.of(*PREFILL_TASKS[prefill])
+        knots = [knot for result in results for knot in result.rows.values()]
         return sorted(knots, key=lambda knot: knot["tokens"])
 
     @property
@@ -194,7 +213,7 @@ class ProfileBuilder:
             apart=self._apart,
             failures=[result.failure for result in self._measured.results() if result.failure],
             has_nospec=self._has_nospec,
-            has_nospec_prefill=len(self._knots("nospec")) >= 2,
+            prefills=tuple(self._measured_prefills),
         )
 
 

@@ -17,6 +17,9 @@ SCHEMA = "draftdial.profile/1"
 OFF_ROWS = ("nospec", "off-warm", "off-skip", "off-kv-only")
 KV_ONLY_ROW = OFF_ROWS[-1]
 """Where it was measured: a profile may lack it."""
+PREFILLS = ("nospec", "speculative")
+KV_ONLY_PREFILL = "kv-only"
+"""Prefills that leave out the draft: a profile with `KV_ONLY_ROW` may have their times, too."""
 UNITS = {"time": "ms", "context": "tokens"}
 
 _TOO_LARGE = 1e12
@@ -103,9 +106,9 @@ class _DocumentCheck:
         eager = self.fields(fields["eager"], "eager", ("factor_per_batch", "extra_ms"))
         for key in ("factor_per_batch", "extra_ms"):
             self.number(eager[key], f"eager.{key}", zero_allowed=True)
-        prefill = self.fields(fields["prefill"], "prefill", ("nospec", "speculative"))
-        for engine in ("nospec", "speculative"):
-            self.prefill(prefill[engine], f"prefill.{engine}")
+        optional = (KV_ONLY_PREFILL,) if has_kv_only else ()
+        for kind, knots in self.fields(fields["prefill"], "prefill", PREFILLS, optional).items():
+            self.prefill(knots, f"prefill.{kind}")
         self.number(fields["switch_ms"], "switch_ms", zero_allowed=True)
         self.provenance(fields["provenance"], (*names, *_NEEDS_PROVENANCE))
 

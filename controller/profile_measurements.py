@@ -12,6 +12,8 @@ from draftdial.controller.errors import UserError
 from draftdial.controller.files import atomic_write
 
 SCHEMA = "draftdial.measurements/3"
+KV_ONLY_PREFILL_TASK = "kv-only prefill"
+"""Kind of task: prefills that leave out the draft, behind rounds that do."""
 APART = 1.05
 """The second fastest repeat took more than this many times the fastest: the host held one of them up."""
 
@@ -40,7 +42,7 @@ class Task:
     """One thing to measure, on the server with speculation or the one without."""
 
     kind: str
-    """`cell`, `held-out`, `switch` or `prefill`."""
+    """`cell`, `held-out`, `switch`, `prefill` or `kv-only prefill`."""
     side: str
     """`speculative` or `nospec`."""
     batch: int = 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftdial.controller.cell_timings import HICCUP, WARM_UP_ROUNDS
+from draftdial.controller.profile_document import KV_ONLY_PREFILL, KV_ONLY_ROW
 from draftdial.controller.profile_measurements import APART
 
 
@@ -29,7 +30,8 @@ class Provenance:
     """Row and batch whose repeats do not agree."""
     failures: Sequence[str]
     has_nospec: bool
-    has_nospec_prefill: bool
+    prefills: Collection[str]
+    """Kinds that were measured."""
 
     def entries(self) -> list[dict[str, Any]]:
         """The document's `provenance`."""
@@ -48,12 +50,7 @@ class Provenance:
                 "Such a round grows in proportion to the batch, plus what the launch of the smallest prefill "
                 "took the host.",
             ),
-            self._entry(
-                ["prefill"],
-                "Median interval from the end of a decode round to the end of the prefill behind it, so what "
-                "a busy server's requests wait for. One prompt a prefill; of repeats the fastest.",
-                "Nothing." if self.has_nospec_prefill else "nospec takes the speculative engine's times.",
-            ),
+            self._prefill(),
             self._entry(
                 ["switch_ms"],
                 "Two tiers in turn, a round each, against both in steady state, of repeats the fastest.",
@@ -81,6 +78,21 @@ class Provenance:
             f"Captured batches without a measurement: {_listed(missing)}; they lie on the line between their "
             f"neighbours. Still apart, kept and noted: {apart or 'none'}. "
             f"Cells that failed: {'; '.join(self.failures) or 'none'}.",
+        )
+
+    def _prefill(self) -> dict[str, Any]:
+        behind = " kv-only: behind a round that left the draft out, so that the prefill did, too."
+        inferred = []
+        if "nospec" not in self.prefills:
+            inferred.append("nospec takes the speculative engine's times.")
+        if KV_ONLY_ROW in self.rows and KV_ONLY_PREFILL not in self.prefills:
+            inferred.append("Prefills that leave out the draft are priced as if they ran it.")
+        return self._entry(
+            ["prefill"],
+            "Median interval from the end of a decode round to the end of the prefill behind it, so what "
+            "a busy server's requests wait for. One prompt a prefill; of repeats the fastest."
+            + (behind if KV_ONLY_PREFILL in self.prefills else ""),
+            " ".join(inferred) or "Nothing.",
         )
 
     def _entry(self, covers: Sequence[str], measured: str, inferred: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from draftdial.controller.cell_timings import (
+    PREFIX_HIT_TOKENS,
     WARM_UP_ROUNDS,
     Timing,
     accepted_share,
@@ -15,7 +16,8 @@ from draftdial.controller.cell_timings import (
     timings,
 )
 from draftdial.controller.measured_server import CellFailed, MeasuredServer
-from draftdial.controller.profile_measurements import Grid, Measurements, Repeat, Task
+from draftdial.controller.profile_measurements import KV_ONLY_PREFILL_TASK, Grid, Measurements, Repeat, Task
+from draftdial.engine_patch.kv_only_prefill import PROOF_TOKENS
 from draftdial.engine_patch.measurement_plan import Phase
 
 PREFILL_TOKENS = (64, 256, 512, 1024, 2048, 4096, 8192)
@@ -68,6 +70,8 @@ class Sweep:
         between = [Task("held-out", self.side, *place) for place in self._between(cells)]
         others = [Task("prefill", self.side)]
         if self.side == "speculative":
+            if self.server.has_kv_only:
+                others.append(Task(KV_ONLY_PREFILL_TASK, self.side))
             others.append(Task("switch", self.side, min(self.grid.batches), min(self.grid.contexts)))
         first, *rest = sorted(cells, key=lambda task: (task.batch, task.context))
         rest += between + others
@@ -94,7 +98,11 @@ class Sweep:
 
     def _run(self, task: Task) -> dict[str, Timing]:
         if task.kind == "prefill":
-            return self._prefill()
+            k = min((kind.k for kind in self._kinds if kind.k), default=None)
+            k = 0 if k is None and self.side == "speculative" else k
+            return self._prefill(Phase(k, BACKGROUND_ROUNDS))
+        if task.kind == KV_ONLY_PREFILL_TASK:
+            return self._prefill(Phase(0, BACKGROUND_ROUNDS, "kv-only"))
         if task.kind == "switch":
             return self._switch(task)
         phases = self._cell_phases(task.batch)
@@ -115,25 +123,37 @@ class Sweep:
         report = self.server.run(phases, task.batch, task.context, self._new_tokens(task, phases))
         return switch_timings(phases, report["rounds"])
 
-    def _prefill(self) -> dict[str, Timing]:
+    def _prefill(self, background: Phase) -> dict[str, Timing]:
+        """Prompts of every size, read while a batch decodes as in `background`."""
         chunk = self.server.arguments.get("chunked_prefill_size") or -1
         most = chunk if chunk > 0 else max(PREFILL_TOKENS)
         batch = min(PREFILL_BATCH, max(1, self.server.facts["max_running"] - 2))
         context = min(self.grid.contexts)
         room = self.server.room(batch + 1)
         sizes = [size for size in PREFILL_TOKENS if size <= min(most, room // 2)]
-        k = min((kind.k for kind in self._kinds if kind.k), default=None)
-        phase = Phase(0 if k is None and self.side == "speculative" else k, BACKGROUND_ROUNDS)
-        orders = [self._rng.sample(sizes, len(sizes)) for _ in range(PREFILLS)]
-
-        def ask() -> None:
-            for size in (size for order in orders for size in order):
-                self.server.ask(self.server.prompt(size), 1)
-
-        report = self.server.run(
-            [phase], batch, context, room - context - max(sizes, default=0) // batch, ask
-        )
+        order = [size for _ in range(PREFILLS) for size in self._rng.sample(sizes, len(sizes))]
+        ask = self._ask_without_draft if background.off_mode == "kv-only" else self._ask
+        new_tokens = room - context - max(sizes, default=0) // batch
+        report = self.server.run([background], batch, context, new_tokens, lambda: ask(order))
         return prefill_timings(report["prefills"], sizes)
+
+    def _ask(self, sizes: Sequence[int]) -> None:
+        for size in sizes:
+            self.server.ask(self.server.prompt(size), 1)
+
+    def _ask_without_draft(self, sizes: Sequence[int]) -> None:
+        """The same, where prefills are to leave out the draft.
+
+        Raises:
+            CellFailed: so many ran it that the median of a size may be of those.
+        """
+        # A server's first such prefill still runs the draft, to prove the projection: this one, of no size.
+        self._ask([PROOF_TOKENS + PREFIX_HIT_TOKENS])
+        before = self.server.num_kv_only_prefills()
+        self._ask(sizes)
+        num_drafted = before + len(sizes) - self.server.num_kv_only_prefills()
+        if num_drafted > PREFILLS // 2:
+            raise CellFailed(f"{num_drafted} of {len(sizes)} prefills ran the draft")
 
     @property
     def _num_draft_kinds(self) -> int:

@@ -292,7 +292,9 @@ def _prefill(sim, s):
         joined_remaining += remaining
     if tokens == 0:
         return False
-    seconds = prefill_time_s(sim.prefill_tokens[server.profile], sim.prefill_s[server.profile], tokens)
+    # Behind a round that left the draft out a prefill does, too; see engine_patch/kv_only_prefill.py.
+    row = server.profile if server.is_cold else server.warm_profile
+    seconds = prefill_time_s(sim.prefill_tokens[row], sim.prefill_s[row], tokens)
     # Under overlap the next batch is formed while this one runs: later arrivals miss it.
     server.batch_start_s = server.clock_s + (seconds if server.lag == 1 else 0.0)
     _spend(server, seconds)

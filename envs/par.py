@@ -123,13 +123,14 @@ def prefill_overhead_s(engine: SimulatedEngine, token_s: FloatArray | float) -> 
     """(num_servers,) seconds of prefill in the last step beyond `token_s` for each of its tokens.
 
     What a prompt token costs in a full chunk is the same for every policy; what small batches cost on top
-    is not: a policy of long rounds lets more requests finish, and so start, together.
+    is not: a policy of long rounds lets more requests finish, and so start, together. Nor is what running the
+    draft costs where off mode `kv-only` may leave it out: that belongs to the policies that speculate.
     """
     servers = engine.servers
     return np.asarray(servers["step_prefill_s"] - token_s * servers["num_prefill_tokens"])
 
 
 def _prefill_token_s(profile: CostProfile, options: ServerOptions) -> float:
-    """Seconds of one prompt token in a full chunk."""
+    """Seconds of one prompt token in a full chunk, without the draft where that can be."""
     chunk = profile.chunked_prefill_tokens
-    return float(profile.prefill_s(chunk, options.off_mode)) / chunk
+    return float(profile.prefill_s(chunk, options.off_mode, leaves_draft_out=True)) / chunk

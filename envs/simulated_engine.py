@@ -233,7 +233,7 @@ class SimulatedEngine:
         priced = sorted({*off_modes, "warm"}) if "kv-only" in off_modes else off_modes
         tables = [(p, mode) for p in unique.values() for mode in priced]
         table_of = {(id(p), mode): i for i, (p, mode) in enumerate(tables)}
-        prefill_knots = [p.prefill_knots(mode) for p, mode in tables]
+        prefill_knots = [p.prefill_knots(mode, leaves_draft_out=True) for p, mode in tables]
         servers = np.zeros(num_servers, SERVER)
         for s, (p, o) in enumerate(zip(self.profiles, self.options, strict=True)):
             constants = {

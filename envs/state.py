@@ -16,7 +16,7 @@ SERVER = np.dtype(
         ("off_restarts", np.bool_),  # off mode kv-only: a warm off round comes before speculation
         ("lag", np.int64),
         ("profile", np.int64),  # row of the cost tables
-        ("warm_profile", np.int64),  # the one of such a warm off round
+        ("warm_profile", np.int64),  # the one of such a warm off round, and of prefills that run the draft
         ("num_requests", np.int64),
         ("warmup", np.int64),  # statistics use requests [warmup, num_requests - warmup)
         ("max_running", np.int64),
@@ -138,7 +138,7 @@ class Simulation(NamedTuple):
     window_tier_s: Any  # (S, T) float64
     tiers: Any  # (T,) int64
     round_table: Any  # (P, max rows + 1, pieces, T): see CostProfile.round_table
-    prefill_tokens: Any  # (P, knots)
+    prefill_tokens: Any  # (P, knots), of prefills that leave the draft out where the off mode has such
     prefill_s: Any  # (P, knots)
     accepted: Any  # (positions,) uint8: the acceptance bank, from here on
     latent: Any  # (positions,) uint16

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from draftdial.controller.cost_profile import CostProfile
-from draftdial.controller.profile_document import KV_ONLY_ROW
+from draftdial.controller.profile_document import KV_ONLY_PREFILL, KV_ONLY_ROW
 
 
 def assumed_kv_only(profile: CostProfile, name: str, extra_ms: float, extra_share: float) -> CostProfile:
@@ -43,3 +45,10 @@ def assumed_kv_only(profile: CostProfile, name: str, extra_ms: float, extra_shar
         }
     )
     return CostProfile.from_document(document, name)
+
+
+def with_kv_only_prefill(profile: CostProfile, knots_ms: Sequence[Sequence[float]]) -> CostProfile:
+    """`profile`, which has a kv-only row, with these `(tokens, ms)` for prefills that leave the draft out."""
+    document = profile.to_document()
+    document["prefill"][KV_ONLY_PREFILL] = [list(knot) for knot in knots_ms]
+    return CostProfile.from_document(document, profile.name)

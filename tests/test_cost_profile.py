@@ -270,6 +270,43 @@ def test_prefill_by_hand() -> None:
     assert speculative.tolist() == pytest.approx([0, 6, 6, 9, 12, 15])
 
 
+def with_kv_only(document: Document) -> Document:
+    """`document` with the row off-kv-only, as off-skip."""
+    document["rows"].insert(3, document["rows"][2] | {"row": "off-kv-only"})
+    document["provenance"][0]["covers"].append("off-kv-only")
+    return document
+
+
+def test_a_prefill_that_leaves_the_draft_out_by_hand() -> None:
+    document = with_kv_only(tiny_document())
+    tokens = [0, 1, 200, 400]
+    without = CostProfile.from_document(document, "tiny")
+    document["prefill"]["kv-only"] = [[100, 5.5], [300, 10.5]]
+    profile = CostProfile.from_document(document, "tiny")
+    for off_mode in ("warm", "skip", "kv-only"):
+        for each in (profile, without):
+            assert 1e3 * each.prefill_s(tokens, off_mode) == pytest.approx([0, 6, 9, 15])  # type: ignore[arg-type]
+    found = 1e3 * profile.prefill_s(tokens, "kv-only", leaves_draft_out=True)
+    assert found == pytest.approx([0, 5.5, 8, 13])
+    assert 1e3 * without.prefill_s(tokens, "kv-only", leaves_draft_out=True) == pytest.approx([0, 6, 9, 15])
+    assert 1e3 * profile.prefill_s(tokens, "warm", leaves_draft_out=True) == pytest.approx([0, 6, 9, 15])
+    assert 1e3 * profile.prefill_s(tokens, "nospec", leaves_draft_out=True) == pytest.approx([0, 5, 7, 11])
+    twice = CostProfile.from_document(profile.scaled("twice", 1.0, 2.0).to_document(), "twice")
+    assert 1e3 * twice.prefill_s(tokens, "kv-only", leaves_draft_out=True) == pytest.approx([0, 11, 16, 26])
+
+
+def test_such_a_prefill_is_checked_and_needs_its_row() -> None:
+    document = tiny_document()
+    document["prefill"]["kv-only"] = [[100, 5.5], [300, 10.5]]
+    with pytest.raises(
+        UserError, match=r"prefill: found .unknown field kv-only., allowed: nospec, speculative"
+    ):
+        CostProfile.from_document(document, "tiny")
+    with_kv_only(document)["prefill"]["kv-only"][1][1] = 5.0
+    with pytest.raises(UserError, match=r"prefill.kv-only\[1\]\[1\]: found 5.0, allowed: 5.5 or more"):
+        CostProfile.from_document(document, "tiny")
+
+
 def test_scalars_are_in_seconds_and_tiers_keep_their_widths() -> None:
     profile = tiny()
     assert profile.switch_s == pytest.approx(0.5e-3)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from assumed_kv_only import assumed_kv_only
+from assumed_kv_only import assumed_kv_only, with_kv_only_prefill
 from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_double import SchedulerDouble
@@ -17,8 +17,10 @@ from test_dial import TIERS, Scripted, Stock
 
 from draftdial.controller.cost_profile import CostProfile
 from draftdial.controller.errors import UserError
+from draftdial.controller.features import Features
 from draftdial.controller.policy_export import rule_file
 from draftdial.controller.rules import FixedK, Threshold
+from draftdial.controller.signals import RoundSignals
 from draftdial.engine_patch.dial import Dial, Loaded
 from draftdial.engine_patch.kv_only import KvOnly, around_draft_extend_for_prefill
 from draftdial.engine_patch.kv_only_backlog import Backlog
@@ -135,6 +137,79 @@ def test_gains_are_told_for_what_would_run(
     assert engine.realised_tokens().tolist() == [[8, 4, 8]]  # and after it 3, unless 1 is decided
     engine.run_round(np.array([0]))
     assert engine.servers["step_tokens"].tolist() == [8]
+
+
+WITHOUT_DRAFT_MS = ((100, 3.0), (300, 7.0))
+"""A prompt of 200 tokens: 5 ms, and 9 with the draft."""
+
+
+@pytest.mark.parametrize(
+    ("is_known", "expected_ms"),
+    [(True, [9, 5, 5, 9, 9, 5, 9, 9]), (False, [9] * 8)],
+    ids=["measured", "not measured"],
+)
+def test_a_prefill_behind_a_round_that_left_the_draft_out_is_billed_without_it(
+    is_known: bool,
+    expected_ms: list[float],
+    profile: CostProfile,
+    make_bank: Factory,
+    make_requests: Factory,
+) -> None:
+    if is_known:
+        profile = with_kv_only_prefill(profile, WITHOUT_DRAFT_MS)
+    # One request goes on; the others end in the round after their prefill, and the next one comes.
+    requests = make_requests([400, *[2] * 20], prompt_tokens=[100, *[200] * 20], concurrency=2)
+    engine = SimulatedEngine([requests], make_bank({"a": [[0]]}), profile, ServerOptions("kv-only", lag=1))
+    assert 1e3 * engine.servers["step_prefill_s"][0] == pytest.approx(13.0)  # nothing has been left out yet
+    billed_ms = []
+    # The second 3 becomes a warm round; so does the 1, which the round of the last 0 makes good.
+    for k in (3, 0, 0, 3, 3, 0, 1, 0):
+        engine.run_round(np.array([k]))
+        billed_ms.append(1e3 * engine.servers["step_prefill_s"][0])
+    assert billed_ms == pytest.approx(expected_ms)
+
+
+@pytest.mark.parametrize(("decided", "expected_ms"), [((0,), 5.0), ((3,), 9.0), ((0, 3), 9.0), ((3, 0), 5.0)])
+def test_a_prefill_on_an_idle_server_goes_by_the_last_round_before(
+    decided: tuple[int, ...],
+    expected_ms: float,
+    profile: CostProfile,
+    make_bank: Factory,
+    make_requests: Factory,
+) -> None:
+    profile = with_kv_only_prefill(profile, WITHOUT_DRAFT_MS)
+    # As many rounds as decisions, then nothing for the rest of the first second.
+    requests = make_requests([1 + len(decided), 2], prompt_tokens=200, arrival_s=[0.0, 1.0])
+    engine = SimulatedEngine([requests], make_bank({"a": [[0]]}), profile, ServerOptions("kv-only", lag=1))
+    for k in decided:
+        engine.run_round(np.array([k]))
+    assert engine.results().arrival_s[0, 1] == 1.0
+    assert 1e3 * engine.servers["step_prefill_s"][0] == pytest.approx(expected_ms)
+
+
+@pytest.mark.parametrize("off_mode", ["warm", "skip", "nospec"])
+def test_other_off_modes_know_no_such_prefill(
+    off_mode: Any, profile: CostProfile, make_bank: Factory, make_requests: Factory
+) -> None:
+    profile = with_kv_only_prefill(profile, WITHOUT_DRAFT_MS)
+    requests = make_requests([400, *[2] * 4], prompt_tokens=[100, *[200] * 4], concurrency=2)
+    engine = SimulatedEngine([requests], make_bank({"a": [[0]]}), profile, ServerOptions(off_mode, lag=1))
+    engine.run_round(np.array([0]))
+    assert 1e3 * engine.servers["step_prefill_s"][0] == pytest.approx(9.0)
+
+
+def test_what_a_policy_sees_does_not_depend_on_it(profile: CostProfile) -> None:
+    known, signals = with_kv_only_prefill(profile, WITHOUT_DRAFT_MS), RoundSignals.zeros(1)
+    plain, priced = (Features(each, "kv-only") for each in (profile, known))
+    signals.num_running[0], signals.max_running[0], signals.num_prefill_tokens[0] = 1, 8, 200
+    for round_id in range(4):  # behind rounds at k = 0, with a request that waits all the time
+        signals.round_id[0] = signals.oldest_wait_rounds[0] = round_id
+        observations = [features.compute(signals) for features in (plain, priced)]
+        np.testing.assert_array_equal(*observations)
+        for features in (plain, priced):
+            features.chose(np.array([0]))
+    waited = [feature.name for feature in plain.table].index("oldest_wait")
+    assert observations[0][0, waited] > 0
 
 
 def test_a_profile_without_times_of_it_says_so(

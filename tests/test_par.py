@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from assumed_kv_only import assumed_kv_only, with_kv_only_prefill
 
 from draftdial.controller.cost_profile import CostProfile, OffMode
 from draftdial.envs import scenario as scenarios
@@ -66,14 +67,21 @@ def test_par_of_an_open_loop_is_that_of_eight_rows(
     np.testing.assert_allclose(par, [min(off_s, one_s / 2, three_s / 4) / 8, off_s / 8])
 
 
-@pytest.mark.parametrize("concurrency", [1, 16, 90, 256])
-def test_the_best_fixed_k_earns_what_it_costs(concurrency: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "off_mode", "concurrency"),
+    [*(("chat", "warm", n) for n in (1, 16, 90, 256)), ("chat", "kv-only", 16), ("poor", "kv-only", 256)],
+)
+def test_the_best_fixed_k_earns_what_it_costs(kind: str, off_mode: OffMode, concurrency: int) -> None:
     # One kind of text under three names, as an episode needs several.
-    domains = [replace(SHIPPED["chat"], name=name) for name in ("one", "two", "three")]
+    domains = [replace(SHIPPED[kind], name=name) for name in ("one", "two", "three")]
     profile = CostProfile.load("h200-llama3-8b")
+    if off_mode == "kv-only":
+        with_draft = profile.document["prefill"]["speculative"]
+        without = [(tokens, 0.8 * time) for tokens, time in with_draft]
+        profile = with_kv_only_prefill(assumed_kv_only(profile, "assumed", 0.0, 0.0), without)
     scenario = Scenario(low=concurrency, high=concurrency, rounds=400)
     num_servers = max(12, 96 // concurrency)
-    options = ServerOptions(mid_flight=True)
+    options = ServerOptions(off_mode, mid_flight=True)
     episodes = Episodes(num_servers, [profile], FittedAcceptance(domains), scenario, options=[options])
     gains = []
     for tier in range(len(profile.tiers)):
@@ -102,6 +110,27 @@ def test_par_includes_what_small_prefills_cost_on_top(
     # A prompt of some 400 tokens alone costs 40 ms instead of 16, which some 280 output tokens share.
     added_s = flat.of(requests)[0] - linear.of(requests)[0]
     np.testing.assert_allclose(added_s, 0.024 / 280, rtol=0.2)
+
+
+@pytest.mark.parametrize(("drafts", "is_charged"), [(3, True), (0, False)], ids=["speculates", "off"])
+def test_running_the_draft_over_prompts_is_charged_to_those_who_speculate(
+    drafts: int,
+    is_charged: bool,
+    make_bank: Callable[..., AcceptanceBank],
+    make_profile: Callable[..., CostProfile],
+    make_requests: Callable[..., RequestList],
+) -> None:
+    bank, requests = make_bank({"a": [[drafts] * 8]}), make_requests([50], concurrency=[1])
+    plain = assumed_kv_only(make_profile(prefill_ms=LINEAR_PREFILL), "assumed", 0.2, 0.01)
+    priced = with_kv_only_prefill(plain, ((1, 0.03), (300, 9.0)))
+    options, scenario = ServerOptions(off_mode="kv-only", lag=1), Scenario(high=1)
+    free, charged = (par_of(profile, options, bank, scenario) for profile in (plain, priced))
+    assert free.prefill_token_s == pytest.approx(40e-6) and charged.prefill_token_s == pytest.approx(30e-6)
+    added_s = charged.of(requests)[0] - free.of(requests)[0]
+    # A prompt token costs 0.01 ms more with the draft, which the request's output tokens share.
+    lengths = scenario.length_model
+    prompt_per_output = lengths.mean_prompt_tokens / lengths.mean_output_tokens
+    np.testing.assert_allclose(added_s, is_charged * 10e-6 * prompt_per_output, rtol=0.05, atol=1e-9)
 
 
 def test_requests_of_one_token_have_a_par_all_the_same(

@@ -24,7 +24,7 @@ from draftdial.controller.measured_server import CellFailed
 from draftdial.controller.profile_build import ProfileBuilder
 from draftdial.controller.profile_measurements import Grid, Measurements, Task
 from draftdial.controller.profile_server import _thinned, _warnings
-from draftdial.controller.profile_sweep import Sweep
+from draftdial.controller.profile_sweep import PREFILLS, Sweep
 from draftdial.engine_patch.measurement_plan import Phase
 
 GRID = Grid(batches=(1, 4, 8), contexts=(100, 400), rounds=8, repeats=2, held_out=2, seed=3)
@@ -122,6 +122,10 @@ class World:
             "speculative_draft_model_path": "D",
         }
         self.asked: list[tuple[int, int, int]] = []
+        self.prefilled: list[int] = []
+        self.num_drafted = 0
+        """Prefills of each task that run the draft behind rounds that leave it out, besides the first."""
+        self._num_asked = 0
         self.number = 0
         """Of the pass."""
         self.slowness: Callable[[int, int, str], float] = lambda number, batch, row: 1.0
@@ -135,6 +139,10 @@ class World:
 
     def ask(self, prompt: list[int], new_tokens: int) -> None:
         self.prefilled.append(len(prompt))
+        self._num_asked += 1
+
+    def num_kv_only_prefills(self) -> int:
+        return self._num_asked - (self.num_drafted if len(self.prefilled) > 1 else 0)
 
     def flush(self) -> None:
         pass
@@ -146,7 +154,7 @@ class World:
         if self._failures:
             self._failures -= 1
             raise CellFailed("interrupted")
-        self.prefilled: list[int] = []
+        self.prefilled = []
         if during is not None:
             during()
         found: list[list[float]] = []
@@ -158,7 +166,8 @@ class World:
                 time = round_ms(row, batch, grown) * self.slowness(self.number, batch, row)
                 found.append([index, place, time, 1.0, 0.0, grown])
         slowness = self.slowness(self.number, batch, "prefill")
-        prefills = [[n, 1, (3.0 + 0.02 * n) * slowness, 2.0, 0.0, 1] for n in self.prefilled]
+        share = 0.9 if phases[0].off_mode == "kv-only" else 1.0
+        prefills = [[n, 1, (3.0 + 0.02 * n) * slowness * share, 2.0, 0.0, 1] for n in self.prefilled]
         return {"rounds": found, "prefills": prefills}
 
 
@@ -189,6 +198,38 @@ def test_the_profile_gives_the_measured_times_back(tmp_path: Path) -> None:
             assert 1e3 * profile.round_s(batch, 250, mode) == pytest.approx(expected, rel=1e-3)  # type: ignore[arg-type]
     assert profile.max_running == 10 and profile.chunked_prefill_tokens == 2048
     assert 1e3 * profile.prefill_s(300, "warm") == pytest.approx(9.0)
+    assert 1e3 * profile.prefill_s(300, "kv-only") == pytest.approx(9.0)
+    assert 1e3 * profile.prefill_s(300, "kv-only", leaves_draft_out=True) == pytest.approx(8.1)
+    [entry] = [entry for entry in profile.document["provenance"] if entry["covers"] == ["prefill"]]
+    assert "left the draft out" in entry["measured"] and entry["inferred"] == "Nothing."
+
+
+def test_both_kinds_of_prefill_are_measured_at_the_same_sizes_where_there_are_two(tmp_path: Path) -> None:
+    measurements = swept(tmp_path, World(has_kv_only=True))
+    [drafted] = measurements.of("prefill", "speculative")
+    [without] = measurements.of("kv-only prefill", "speculative")
+    assert [*without.rows] == [*drafted.rows] == [f"{n} tokens" for n in (64, 256, 512)]
+    assert {timing["count"] for timing in without.rows.values()} == {PREFILLS}
+    assert built(measurements).document()["prefill"].keys() == {"nospec", "speculative", "kv-only"}
+    (tmp_path / "m.json").unlink()
+    measurements = swept(tmp_path, World())
+    assert measurements.of("kv-only prefill", "speculative") == []
+    assert built(measurements).document()["prefill"].keys() == {"nospec", "speculative"}
+
+
+@pytest.mark.parametrize("num_drafted", [2, 3])
+def test_prefills_that_ran_the_draft_do_not_pass_for_such_that_left_it_out(
+    tmp_path: Path, num_drafted: int
+) -> None:
+    world = World(has_kv_only=True)
+    world.num_drafted = num_drafted
+    document = built(swept(tmp_path, world)).document()
+    is_void = num_drafted > PREFILLS // 2
+    assert ("kv-only" in document["prefill"]) == (not is_void)
+    [entry] = [entry for entry in document["provenance"] if entry["covers"] == ["prefill"]]
+    assert ("as if they ran it" in entry["inferred"]) == is_void
+    failures = document["provenance"][0]["inferred"]
+    assert failures.endswith("Cells that failed: 3 of 15 prefills ran the draft.") == is_void
 
 
 def test_what_was_not_measured_is_flagged(tmp_path: Path) -> None:

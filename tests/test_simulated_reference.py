@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
+from assumed_kv_only import assumed_kv_only, with_kv_only_prefill
 
-from draftdial.controller.cost_profile import CostProfile
+from draftdial.controller.cost_profile import CostProfile, OffMode
+from draftdial.engine_patch.warm_restart import WarmRestart
 from draftdial.envs.acceptance import AcceptanceBank
 from draftdial.envs.simulated_engine import ServerOptions, SimulatedEngine
 from draftdial.envs.workload import RequestList
@@ -65,6 +68,7 @@ class SlowServer:
     failed: bool = False
     step: dict[str, Any] = field(default_factory=dict)
     held_back: tuple[int, int, list[int]] = (-1, 0, [0] * 8)
+    restart: WarmRestart = field(default_factory=WarmRestart)  # the server's own
 
     def __post_init__(self) -> None:
         self.pool = self.options.kv_pool_tokens or self.profile.kv_pool_tokens
@@ -108,10 +112,17 @@ class SlowServer:
         return right
 
     def yields(self) -> list[int]:
-        """Tokens of the coming round at every tier."""
+        """Tokens of the coming round at every tier that may be decided."""
         return [
-            sum(min(min(self.coming(row), k) + 1, self.remaining(row)) for row in self.rows) for k in TIERS
+            sum(min(min(self.coming(row), k) + 1, self.remaining(row)) for row in self.rows)
+            for k, _ in (self.runs(k, copy(self.restart)) for k in TIERS)
         ]
+
+    def runs(self, k: int, restart: WarmRestart) -> tuple[int, OffMode]:
+        """What a round runs where `k` is decided, and what k = 0 does for the draft in it."""
+        if self.options.off_mode != "kv-only":
+            return k, self.options.off_mode
+        return restart.decide(k), "kv-only" if restart.leaves_out else "warm"
 
     def spend(self, seconds: float) -> None:
         self.clock_s += seconds
@@ -122,9 +133,8 @@ class SlowServer:
     def run_round(self, k: int) -> tuple[int, int, list[int]]:
         """The round, and all until the next decision; the outcome that arrives."""
         mean = np.array([self.held() // self.num_rows()])
-        seconds = float(
-            self.profile.round_s(np.array([self.num_rows()]), mean, self.options.off_mode)[0, TIERS.index(k)]
-        )
+        k, off_mode = self.runs(k, self.restart)
+        seconds = float(self.profile.round_s(np.array([self.num_rows()]), mean, off_mode)[0, TIERS.index(k)])
         if self.last_k not in (None, k):
             seconds += self.profile.switch_s
         self.last_k = k
@@ -211,7 +221,8 @@ class SlowServer:
         tokens = self.profile.chunked_prefill_tokens - budget
         if tokens == 0:
             return False
-        seconds = float(self.profile.prefill_s(tokens, self.options.off_mode))
+        mode, leaves_draft_out = self.options.off_mode, self.restart.is_cold
+        seconds = float(self.profile.prefill_s(tokens, mode, leaves_draft_out=leaves_draft_out))
         self.formed_s = self.clock_s + (0.0 if self.options.lag == 2 else seconds)
         self.spend(seconds)
         self.drop_ghosts()  # the last round's result has been read by the time the next batch is formed
@@ -277,7 +288,7 @@ class SlowServer:
 
 
 @pytest.mark.parametrize("lag", [1, 2])
-@pytest.mark.parametrize("off_mode", ["warm", "skip"])
+@pytest.mark.parametrize("off_mode", ["warm", "skip", "kv-only"])
 @pytest.mark.parametrize("pool", [1 << 20, 4000, 900])
 def test_the_compiled_simulator_is_the_slow_one(
     lag: int, off_mode: Any, pool: int, make_profile: Factory, make_bank: Factory, make_requests: Factory
@@ -285,6 +296,9 @@ def test_the_compiled_simulator_is_the_slow_one(
     rng = np.random.default_rng(lag + pool)
     bank = make_bank({d: [rng.integers(0, 10, rng.integers(3, 40)) for _ in range(5)] for d in "abc"})
     profile = make_profile(TIERS, ms_per_token=0.01, switch_ms=0.3, chunked_prefill_tokens=256)
+    if off_mode == "kv-only":
+        without_draft_ms = ((50, 3.0), (150, 6.0), (300, 12.0))
+        profile = with_kv_only_prefill(assumed_kv_only(profile, "assumed", 0.2, 0.01), without_draft_ms)
     options = ServerOptions(off_mode, lag=lag, kv_pool_tokens=pool, max_running=8)
     lists = []
     for s in range(6):

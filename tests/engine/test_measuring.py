@@ -19,6 +19,7 @@ from steered_server import SteeredServer
 from traffic import Reference, Request, Sending, random_requests, tokens_of
 
 from draftdial.controller.cost_profile import CostProfile
+from draftdial.controller.profile_sweep import PREFILLS
 from draftdial.engine_patch.client import Server
 
 SMALL = ["--batches", "1,3", "--contexts", "24,80", "--rounds", "6", "--repeats", "2", "--held-out", "1"]
@@ -73,6 +74,29 @@ def test_a_profile_is_continued_where_it_stopped(steered: SteeredServer, tmp_pat
     again = json.loads(kept.read_text())["results"]
     assert again.keys() == whole["results"].keys() | {missing}
     assert all(again[name] == result for name, result in whole["results"].items())
+
+
+def test_a_kv_only_server_s_prefills_are_measured_with_and_without_the_draft(
+    models: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "tiny.json"
+    policy = policies.saved(policies.learned(seed=0), tmp_path / "policy.safetensors")
+    arguments = [*target_arguments(models), *draft_arguments(models)]
+    grid = [*SMALL[:-6], "--rounds", "4", "--repeats", "1", "--held-out", "0"]
+    with SteeredServer(arguments, tmp_path, serve=[str(policy), "--off-mode", "kv-only"]) as server:
+        before = server.status()
+        done = server.command("profile", server.url, "--out", str(out), *grid)
+        assert done.returncode == 0 and only_warnings(done.stderr), done
+        after = server.status()
+    assert (after["kv_only_fallback"], after["errors"]) == ("", 0)
+    measured = json.loads((tmp_path / "tiny.measurements.json").read_text())["results"]
+    [repeat] = measured["speculative kv-only prefill batch 0 context 0"]["repeats"]
+    # On a busy host the batch in the background may end first: then some prefills are behind no round.
+    counts = {timing["tokens"]: timing["count"] for timing in repeat["rows"].values()}
+    assert len(counts) >= 2 and max(counts.values()) <= PREFILLS
+    assert after["kv_only_prefills"] - before["kv_only_prefills"] >= PREFILLS * len(counts) - PREFILLS // 2
+    prefill = json.loads(out.read_text())["prefill"]
+    assert [tokens for tokens, _ in prefill["kv-only"]] == [*counts] and prefill["speculative"]
 
 
 def test_servers_are_started_with_and_without_speculation(models: Path, tmp_path: Path) -> None:
