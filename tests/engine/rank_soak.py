@@ -6,13 +6,17 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from policy_changes import PolicyChanges
 from swinging_load import SwingingLoad, status_of
 
-LOOK_EVERY_S = 2.0
+LOOK_EVERY_S, REPORT_EVERY_S = 2.0, 10.0
+LEFT_OUT = ("kv_only_rounds", "kv_only_prefills", "kv_only_restarts")
+"""What a server with off mode `kv-only` has left out of the draft's work, by the names in its status."""
 
 
 class Stuck(AssertionError):
@@ -32,6 +36,8 @@ class RankSoak:
         level_s: float,
         change_every_s: float,
         hang_s: float,
+        is_kv_only: bool,
+        report: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -42,8 +48,11 @@ class RankSoak:
             level_s: Seconds at each.
             change_every_s: Mean time between two changes.
             hang_s: So long without a round, or without an answer of `/server_info`, is a hang.
+            is_kv_only: Must k = 0 leave the draft out?
+            report: Called every ten seconds, when `summary` has news.
         """
         self.load, self.changes = load, changes
+        self.is_kv_only, self.report = is_kv_only, report
         self.num_ranks = num_ranks
         self.levels, self.level_s, self.change_every_s = levels, level_s, change_every_s
         self.hang_s = hang_s
@@ -69,13 +78,15 @@ class RankSoak:
                 before = self.status["decisions"]
                 self._look()
                 now = time.monotonic()
+                self.elapsed_s = now - began
                 if self.status["decisions"] > before:
                     moved = now
                 elif now - moved > self.hang_s:
                     raise Stuck(f"no round in {self.hang_s:.0f} s")
-                if now - shown > 10:
+                if now - shown > REPORT_EVERY_S:
                     shown = now
-                    print(f"{self.num_rounds} rounds in {now - began:.0f} s", file=sys.stderr, flush=True)
+                    print(f"{self.num_rounds} rounds in {self.elapsed_s:.0f} s", file=sys.stderr, flush=True)
+                    self.report()
                 if (self.num_rounds >= num_rounds and self._has_seen_all()) or now - began > limit_s:
                     break
             self._is_over.set()
@@ -100,7 +111,7 @@ class RankSoak:
         return rounds
 
     def summary(self) -> dict[str, Any]:
-        """What came of it."""
+        """What has come of it so far."""
         status = self.status
         return {
             "rounds": self.num_rounds,
@@ -114,6 +125,7 @@ class RankSoak:
                 for name, count in status.items()
                 if name.startswith("rounds_at_k.")
             },
+            **(self._left_out() if self.is_kv_only else {}),
             "answers": self.load.num_answers,
             "wrong": self.load.num_wrong,
             "aborts": self.load.num_aborts,
@@ -121,6 +133,24 @@ class RankSoak:
             "errors": status["errors"],
             "failures": self.failures,
         }
+
+    def compare_records(self, folder: Path) -> dict[str, Any]:
+        """Are the ranks' own records of their rounds alike, which `engine_probe` wrote to `folder`?
+
+        Returns:
+            How many rounds each rank recorded, and how many switches of k the first one did.
+        """
+        records = [(folder / f"rounds-{rank}.txt").read_text().splitlines() for rank in range(self.num_ranks)]
+        if any(record != records[0] for record in records):
+            self.failures.append("the ranks' own records of their rounds differ")
+        ks = [line.split()[1] for line in records[0]]
+        return {
+            "recorded_rounds": [len(record) for record in records],
+            "recorded_switches": sum(before != after for before, after in pairwise(ks)),
+        }
+
+    def _left_out(self) -> dict[str, int]:
+        return {name: self.status[name] for name in LEFT_OUT}
 
     def _has_seen_all(self) -> bool:
         return min(self.changes.made.values()) > 0 and self.load.num_aborts > 0
@@ -151,4 +181,7 @@ class RankSoak:
                 status["errors"] != self.changes.num_faults
             ),
         }
+        if self.is_kv_only:
+            runs_draft = bool(status["kv_only_fallback"]) or 0 in self._left_out().values()
+            judged[f"k = 0 ran the draft: {self._left_out()} {status['kv_only_fallback']}"] = runs_draft
         self.failures += [failure for failure, holds in judged.items() if holds]

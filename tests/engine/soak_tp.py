@@ -21,17 +21,15 @@ from typing import Any
 
 import policies
 from cpu_server import CpuServer, draft_arguments, target_arguments
-from policy_changes import PolicyChanges
+from policy_changes import PolicyChanges, WrongOutcome, misfit
 from rank_soak import RankSoak
-from steered_server import SteeredServer, num_switches
+from steered_server import SteeredServer
 from swinging_load import Asked, SwingingLoad, post
 from tiny_models import write_models
 from traffic import ABORT_OVERSHOOT, Reference, random_requests
 
-from draftdial.controller.cost_profile import CostProfile, OffMode
-from draftdial.controller.policy_export import rule_file
+from draftdial.controller.cost_profile import OffMode
 from draftdial.controller.policy_file import PolicyFile
-from draftdial.controller.rules import Threshold
 
 NUM_RANKS = 2
 LEVELS = (1, 3, 12, 2, 6, 24, 1, 8, 2)
@@ -39,8 +37,6 @@ LEVELS = (1, 3, 12, 2, 6, 24, 1, 8, 2)
 LEVEL_S, CHANGE_EVERY_S, HANG_S = 2.0, 0.8, 240.0
 NUM_REQUESTS = 60
 CHECKER_S = 120.0
-LEFT_OUT = ("kv_only_rounds", "kv_only_prefills", "kv_only_restarts")
-DIVERGE_KEY = "probe_diverge"
 ENVIRONMENT = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}
 
 
@@ -66,48 +62,42 @@ def soak(
         ],
         environment=ENVIRONMENT,
     ) as server:
+        changes = PolicyChanges(
+            server.url, _files(), [misfit(policies.jumping(0))], num_faulty_ranks=NUM_RANKS, hang_s=HANG_S
+        )
         run = RankSoak(
             SwingingLoad(server.url, asked),
-            PolicyChanges(server.url, _files(), [_misfit()], num_faulty_ranks=NUM_RANKS),
+            changes,
             num_ranks=NUM_RANKS,
             levels=LEVELS,
             level_s=LEVEL_S,
             change_every_s=CHANGE_EVERY_S,
             hang_s=HANG_S,
+            is_kv_only=off_mode == "kv-only",
         )
         run.run(num_rounds, limit_s)
-        first, second = server.rounds(0), server.rounds(1)
+        recorded = run.compare_records(folder)
         is_checked = "Rank consensus checker is enabled" in server.log_text()
-        left_out = {}
-        if off_mode == "kv-only" and not run.failures:
-            status = server.status()
-            left_out = {name: status[name] for name in LEFT_OUT}
-            if status["kv_only_fallback"] or 0 in left_out.values():
-                run.failures.append(f"k = 0 ran the draft: {left_out} {status['kv_only_fallback']}")
-        if not run.failures and not _notices_divergence(server, is_checked):
-            run.failures.append("a rank that had decided otherwise was not noticed")
+        if not run.failures:
+            try:
+                changes.diverge()
+            except WrongOutcome as error:
+                run.failures.append(str(error))
+        if not run.failures and is_checked and not _checker_notices(server):
+            run.failures.append("SGLang's checker did not notice a rank that had decided otherwise")
     if run.num_rounds < num_rounds:
         run.failures.append(f"fewer rounds than asked for: {run.num_rounds}")
-    if first != second:
-        run.failures.append("the ranks' own records of their rounds differ")
     return {
         "sglang": importlib.metadata.version("sglang"),
         "off_mode": off_mode,
-        **left_out,
         **run.summary(),
-        "recorded_rounds": [len(first), len(second)],
-        "recorded_switches": num_switches(first),
+        **recorded,
         "consensus_checker": is_checked,
     }
 
 
-def _notices_divergence(server: SteeredServer, is_checked: bool) -> bool:
-    """Let rank 1 differ at the end: `/server_info` must show it, and SGLang's checker end the server."""
-    server.set(**{DIVERGE_KEY: 1})
-    if server.status()["ranks_agree"] != 0 or server.deploy(policies.rule("fixed", k=1)):
-        return False
-    if not is_checked:
-        return True
+def _checker_notices(server: SteeredServer) -> bool:
+    """Does SGLang's own checker end a server whose rank 1 has diverged?"""
     body = {"input_ids": [5, 6, 7], "sampling_params": {"temperature": 0, "max_new_tokens": 20}}
     try:
         post(f"{server.url}/generate", body, CHECKER_S)
@@ -133,13 +123,6 @@ def _files() -> list[PolicyFile]:
         policies.rule("greedy"),
         policies.rule("sglang-adaptive"),
     ]
-
-
-def _misfit() -> PolicyFile:
-    """A rule for tiers that the tiny server has not built."""
-    profile = CostProfile.load("h200-llama3-8b")
-    rule = Threshold(profile.tiers, k=7, batch=8)
-    return rule_file(rule, profile, "warm", name="misfit", fallback=rule)
 
 
 def main() -> int:

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # results.sh INPUT OUT PART...: a cost profile, a policy trained on it, and policies, fixed k and servers under the loads
-# of each PART, in this order: {good,mixed,poor}-{low,high} and swing. A server with speculation (off mode kv-only) that can replay recorded acceptance is on GPU 0, one without
-# speculation on GPU 1; they are profiled at the same time, and under load one at a time. INPUT holds
+# of each PART, in this order: {good,mixed,poor}-{low,high}, or with concurrencies of its own as good-high:128,64, and
+# swing. A server with speculation (off mode kv-only) that can replay recorded acceptance is on GPU 0, one without
+# speculation on GPU 1; they are profiled at the same time, and under load one at a time. First, k = 0 must answer what
+# the other server answers. INPUT holds
 #   start.safetensors                                       any policy of this server's tiers
 #   acceptance/{chat,code,finance,maths,poor,reasoning}.jsonl                  (draftdial export-acceptance)
 #   lengths.csv, long.csv, swing.csv                                           (tests/gpu/short_requests.py)
-# REPEATS (1) of every part, with seeds from SEED (100) on. TRAIN_SITE: packages that training needs beyond those on the
+# REPEATS (1) of every part, with seeds from SEED (100) on; ARMS: other than all that may win. TRAIN_SITE: packages that training needs beyond those on the
 # Python path.
 # Leaves in OUT: h200-llama3-8b.json (the profile) and its measurements, policy.safetensors, off-500.json, off-2000.json,
 # host.jsonl (how slow the host was, and when), and PART/bench.json, which is whole at any time. Exit status 3 if the host
@@ -14,7 +16,7 @@ set -uo pipefail
 input=$1 out=$2
 shift 2
 for part in "$@"; do
-  [[ $part =~ ^((good|mixed|poor)-(low|high)|swing)$ ]] || { echo "no such part: $part"; exit 2; }
+  [[ $part =~ ^((good|mixed|poor)-(low|high)(:[0-9,]+)?|swing)$ ]] || { echo "no such part: $part"; exit 2; }
 done
 . "$(dirname "$0")/servers.sh"
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
@@ -37,10 +39,15 @@ await $url $spec "$out/spec.log" || exit 1
 host() { python3 "$here/host_check.py" $url --out "$out/host.jsonl"; }
 host || host || [ "${SLOW_HOST:-stop}" = go ] || exit 3
 python3 "$here/gpu_speed.py" >"$out/gpu_speed.json"
+$dial set $url --force-k 0
+python3 "$here/same_answers.py" $url $plain_url || echo "k = 0 DOES NOT ANSWER WHAT THE OTHER SERVER DOES"
+$dial set $url --force-k none
+$dial set $url --mode off # what the policy would do between two prefills is not to be measured
 
 python3 "$here/profile_both.py" $url --no-spec $plain_url --out "$profile" --batches "${graphs// /,}" \
   --rounds "${ROUNDS:-20}" --held-out "${HELD_OUT:-5}" >"$out/profile.txt" 2>&1
 echo "profile: status $?, at $SECONDS s"
+$dial set $url --mode steer
 host
 
 train() {
@@ -67,21 +74,26 @@ $dial deploy "$policy" $url || exit 1
 echo "deployed at $SECONDS s"
 
 adaptive=policy:$out/sglang-adaptive.safetensors
-few="steer off fixed-1 fixed-2 fixed-3 $adaptive"
+few=${ARMS:-steer off fixed-1 fixed-2 fixed-3 $adaptive}
 good=chat,code,reasoning mixed=finance,maths,chat,code,reasoning
-high="--closed 256,192,128,64 --per-slot 2 --requests 10 --lengths trace:$input/long.csv --arms $few"
-low="--closed 1,2,4,8,16,32 --per-slot 3 --requests 10 --lengths trace:$input/lengths.csv --arms $few"
+high="--per-slot 2 --requests 10 --lengths trace:$input/long.csv --arms $few"
+low="--per-slot 3 --requests 10 --lengths trace:$input/lengths.csv --arms $few"
 swing=$(($(wc -l <"$input/swing.csv") - 1))
 for part in "$@"; do
   begun=$SECONDS
   host
   case $part in
-    good-high) how="--domains $good $high fixed-5 --no-spec $plain_url" ;;
-    good-low) how="--domains $good $low fixed-5 fixed-7 --no-spec $plain_url" ;;
-    mixed-high) how="--domains $mixed --domain-span 40:160 $high fixed-5" ;;
-    mixed-low) how="--domains $mixed --domain-span 6:20 $low fixed-5 fixed-7" ;;
-    poor-high) how="--domains poor $high --no-spec $plain_url" ;;
-    poor-low) how="--domains poor $low --no-spec $plain_url" ;;
+    *:*) closed="--closed ${part#*:}" ;;
+    *-high) closed="--closed 256,192,128,64" ;;
+    *) closed="--closed 1,2,4,8,16,32" ;;
+  esac
+  case ${part%:*} in
+    good-high) how="--domains $good $closed $high fixed-5 --no-spec $plain_url" ;;
+    good-low) how="--domains $good $closed $low fixed-5 fixed-7 --no-spec $plain_url" ;;
+    mixed-high) how="--domains $mixed --domain-span 40:160 $closed $high fixed-5" ;;
+    mixed-low) how="--domains $mixed --domain-span 6:20 $closed $low fixed-5 fixed-7" ;;
+    poor-high) how="--domains poor $closed $high --no-spec $plain_url" ;;
+    poor-low) how="--domains poor $closed $low --no-spec $plain_url" ;;
     swing)
       how="--domains $mixed,poor --domain-span 40:120 --trace $input/swing.csv --requests $swing --no-spec $plain_url"
       how="$how --arms $few policy:$out/threshold.safetensors"

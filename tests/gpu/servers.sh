@@ -23,11 +23,12 @@ start() {
   CUDA_VISIBLE_DEVICES=$gpu $dial serve "$@" >"$log" 2>&1 &
 }
 
-# await URL PROCESS LOG: until the server answers; 1, and the end of its log, if it ended first. What it has by then is
-# left out of garbage collections from then on: a full one takes about 0.2 s.
+# await URL PROCESS LOG [UNTIL]: until the server answers; 1, and the end of its log, if it ended first or UNTIL (600)
+# seconds of the script have passed. What the server has by then is left out of garbage collections from then on: a full
+# one takes about 0.2 s.
 await() {
   until get "$1/health" >/dev/null 2>&1; do
-    kill -0 "$2" 2>/dev/null || { tail -40 "$3"; return 1; }
+    kill -0 "$2" 2>/dev/null && ((SECONDS < ${4:-600})) || { tail -40 "$3"; return 1; }
     sleep 1
   done
   get "$1/freeze_gc" >/dev/null || true

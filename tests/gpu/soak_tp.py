@@ -1,10 +1,12 @@
 """Two tensor-parallel ranks on GPUs: a soak under swinging load, then throughput steered and at a fixed k.
 
-    python tests/gpu/soak_tp.py URL POLICY --out FILE.json
+    python tests/gpu/soak_tp.py URL POLICY --log DECISIONS.log --probe FOLDER --out FILE.json
 
-The server was started with POLICY. Its answers are not checked: weights are random and acceptance is
-simulated, so there is nothing right to compare them with (tests/engine/soak_tp.py does). Exit status 1 if
-ranks disagree or hang, a request fails, or a change does not come out as it must.
+The server was started with POLICY, off mode `kv-only`, that decision log, and the faults of `engine_probe`,
+which records its rounds in FOLDER. Its answers are not checked: weights are random and acceptance is
+simulated, so there is nothing right to compare them with (tests/engine/soak_tp.py does). FILE.json is whole
+at any time. Exit status 1 if ranks disagree or hang, k = 0 runs the draft, a request fails, or a change does
+not come out as it must.
 """
 
 from __future__ import annotations
@@ -14,90 +16,128 @@ import json
 import random
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))  # the modules there are no package
 
 import policies
-from policy_changes import PolicyChanges
+from policy_changes import PolicyChanges, misfit
 from rank_soak import RankSoak
 from swinging_load import Asked, SwingingLoad, post, status_of
 
+from draftdial.controller.files import atomic_write
 from draftdial.controller.policy_export import rule_file
 from draftdial.controller.policy_file import PolicyFile, read
 from draftdial.controller.rule_cards import rule_from_card
 from draftdial.controller.rules import Threshold
-from draftdial.engine_patch.control_keys import FORCE_K_KEY, NO_FORCED_K, policy_key
+from draftdial.engine_patch.control_keys import NO_FORCED_K
+from draftdial.engine_patch.decision_log import FLUSH_INTERVAL_S
+from draftdial.engine_patch.log_reader import read_log
 
-NUM_REQUESTS = 400
-SETTLE_S = 1.5
+NUM_RANKS, NUM_REQUESTS = 2, 400
+WINDOWS = ("steered", "fixed", "fixed", "steered")
+SETTLE_S, DRAIN_S, END_S = 1.5, 6.0, 12.0
+"""Seconds before a window; and those put by for the end of a level, and for that of the soak."""
 
 
 def main() -> int:
     args = _arguments()
-    served = read(args.policy)
     began = time.monotonic()
-    load = SwingingLoad(args.url, _asked(args))
+    served = read(args.policy)
+    changes = PolicyChanges(
+        args.url, _files(served), [misfit(served)], num_faulty_ranks=NUM_RANKS, hang_s=args.hang_s
+    )
+    result: dict[str, Any] = {"is_complete": False, "soak": {}, "throughput": []}
+
+    def report() -> None:
+        result["soak"] = run.summary()
+        _write(args.out, result)
+
     run = RankSoak(
-        load,
-        PolicyChanges(args.url, _files(served), [], num_faulty_ranks=0),
-        num_ranks=args.ranks,
+        SwingingLoad(args.url, _asked(args)),
+        changes,
+        num_ranks=NUM_RANKS,
         levels=args.levels,
         level_s=args.level_s,
         change_every_s=args.change_every_s,
         hang_s=args.hang_s,
+        is_kv_only=True,
+        report=report,
     )
-    run.run(args.rounds, args.soak_s)
-    result: dict[str, Any] = {"soak": run.summary(), "throughput": []}
-    _write(args.out, result)
+    window_s = len(WINDOWS) * (SETTLE_S + args.measure_s) + DRAIN_S
+    run.run(args.rounds, args.total_s - len(args.measured_levels) * window_s - END_S)
+    report()
     print(json.dumps(result["soak"]), flush=True)
-    if not run.failures:
-        _send(args.url, {policy_key(served.data): 1})
+    try:
+        changes.settle()
         for level in args.measured_levels:
-            result["throughput"].append(compare(args, level))
+            result["throughput"].append(compare(args, changes, level))
             print(json.dumps(result["throughput"][-1]), flush=True)
-            _write(args.out, result)
-    result |= {"seconds": round(time.monotonic() - began, 1), "status": status_of(args.url, args.hang_s)}
-    if result["status"].get("ranks_agree") != 1:
-        run.failures.append("ranks disagree after the throughput runs")
-    _write(args.out, result)
+            report()
+        result["status"] = status_of(args.url, args.hang_s)
+        if result["status"]["ranks_agree"] != 1:
+            run.failures.append("ranks disagree after the throughput runs")
+        result |= run.compare_records(args.probe)
+        changes.diverge()
+        result |= {"is_complete": True, "seconds": round(time.monotonic() - began, 1)}
+    except (OSError, AssertionError) as error:
+        run.failures.append(f"after the soak: {type(error).__name__}: {error}")
+    report()
     return 1 if run.failures else 0
 
 
-def compare(args: argparse.Namespace, level: int) -> dict[str, Any]:
+def compare(args: argparse.Namespace, changes: PolicyChanges, level: int) -> dict[str, Any]:
     """Tokens a second of `level` requests in flight: steered, fixed, fixed, steered."""
     load = SwingingLoad(args.url, _asked(args), aborted_share=0.0)
     load.set_level(level)
-    windows: list[tuple[str, float, float]] = []
-    rounds: dict[str, dict[str, int]] = {}
-    for kind in ("steered", "fixed", "fixed", "steered"):
-        _send(args.url, {FORCE_K_KEY: args.fixed_k if kind == "fixed" else NO_FORCED_K})
+    spans = []
+    for kind in WINDOWS:
+        changes.force_k(args.fixed_k if kind == "fixed" else NO_FORCED_K)
         time.sleep(SETTLE_S)
-        before, began = status_of(args.url), time.monotonic()
+        began = time.time()
         time.sleep(args.measure_s)
-        ended, after = time.monotonic(), status_of(args.url)
-        windows.append((kind, began, ended))
-        counted = rounds.setdefault(kind, {})
-        for name in before:
-            if name.startswith("rounds_at_k."):
-                k = name.rpartition(".")[2]
-                counted[k] = counted.get(k, 0) + after[name] - before[name]
-    _send(args.url, {FORCE_K_KEY: NO_FORCED_K})
-    load.drain(args.hang_s)
-    rates = {
-        kind: [load.tokens_per_s(began, ended) for each, began, ended in windows if each == kind]
-        for kind in rounds
-    }
-    steered, fixed = (sum(rates[kind]) / len(rates[kind]) for kind in ("steered", "fixed"))
+        spans.append((kind, began, time.time()))
+    changes.force_k(NO_FORCED_K)
+    assert load.drain(args.hang_s), f"requests were not answered within {args.hang_s:.0f} s"
+    assert not load.errors, f"requests failed: {load.errors[:3]}"
+    _flush_log(args)
+    windows = [{"k": kind} | measured(args.log, began, ended) for kind, began, ended in spans]
+    steered, fixed = (
+        sum(window["tok_s"] for window in windows if window["k"] == kind) for kind in ("steered", "fixed")
+    )
     return {
         "requests_in_flight": level,
-        "steered_tok_s": [round(rate, 1) for rate in rates["steered"]],
-        f"k={args.fixed_k}_tok_s": [round(rate, 1) for rate in rates["fixed"]],
+        "fixed_k": args.fixed_k,
+        "windows": windows,
         "steered_over_fixed": round(steered / fixed, 4),
-        "rounds_at_k": rounds,
-        "errors": load.errors[:3],
     }
+
+
+def measured(log: Path, began: float, ended: float) -> dict[str, Any]:
+    """Output tokens of the decode rounds that were launched between two times of the wall clock, from the
+    server's own log: each request gets those of its accepted drafts and one more."""
+    recorded = read_log(log)
+    times = recorded.rounds["time_s"]
+    rounds = recorded.rounds[(times >= began) & (times < ended)]
+    outcomes = recorded.outcomes[np.isin(recorded.outcomes["round_id"], rounds["round_id"])]
+    counts = outcomes["accept_counts"].sum(axis=0, dtype=np.int64)
+    tokens = int(counts @ (1 + np.arange(len(counts))))
+    return {
+        "tok_s": round(tokens / (ended - began), 1),
+        "seconds": round(ended - began, 2),
+        "rounds_at_k": {str(k): count for k, count in sorted(Counter(rounds["acted_k"].tolist()).items())},
+    }
+
+
+def _flush_log(args: argparse.Namespace) -> None:
+    """Whatever is due is written when a result is processed."""
+    time.sleep(1.1 * FLUSH_INTERVAL_S)
+    parameters = {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True}
+    post(f"{args.url}/generate", {"input_ids": [5, 6, 7], "sampling_params": parameters}, args.hang_s)
 
 
 def _asked(args: argparse.Namespace) -> list[Asked]:
@@ -113,45 +153,39 @@ def _asked(args: argparse.Namespace) -> list[Asked]:
 
 def _files(served: PolicyFile) -> list[PolicyFile]:
     """The served policy, goodput-greedy over all its tiers, and networks that change k in every round."""
-    greedy = rule_from_card({"kind": "greedy"}, served.profile().tiers, served.profile(), "warm")
-    fallback = Threshold(served.profile().tiers, k=3, batch=64)
+    profile, off_mode = served.profile(), served.card["off_mode"]
+    greedy = rule_from_card({"kind": "greedy"}, profile.tiers, profile, off_mode)
+    fallback = Threshold(profile.tiers, k=3, batch=64)
     return [
         served,
-        rule_file(greedy, served.profile(), "warm", name="greedy", fallback=fallback),
+        rule_file(greedy, profile, off_mode, name="greedy", fallback=fallback),
         *map(policies.jumping, range(3)),
     ]
 
 
-def _send(url: str, values: dict[str, int]) -> None:
-    answer = post(f"{url}/set_internal_state", {"server_args": values})
-    if answer != [True]:
-        raise SystemExit(
-            f"the server refused {[key[:40] for key in values]}: {status_of(url)['last_control']}"
-        )
-
-
 def _write(path: Path, result: dict[str, Any]) -> None:
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    atomic_write(path, json.dumps(result, indent=1) + "\n")
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("url")
     parser.add_argument("policy", type=Path)
+    parser.add_argument("--log", type=Path, required=True, help="the server's decision log")
+    parser.add_argument("--probe", type=Path, required=True, help="the server's ENGINE_PROBE")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--total-s", type=float, required=True, help="seconds for everything")
     parser.add_argument("--rounds", type=int, default=50_000, help="end the soak after so many")
-    parser.add_argument("--soak-s", type=float, default=280.0, help="or after so long")
-    parser.add_argument("--levels", type=int, nargs="+", default=[1, 4, 2, 32, 1, 8, 3, 128, 1, 16, 2, 64])
+    parser.add_argument("--levels", type=int, nargs="+", required=True, help="requests in flight, in turn")
     parser.add_argument("--level-s", type=float, default=2.5)
-    parser.add_argument("--change-every-s", type=float, default=0.8)
-    parser.add_argument("--hang-s", type=float, default=60.0)
+    parser.add_argument("--change-every-s", type=float, default=1.0)
+    parser.add_argument("--hang-s", type=float, default=40.0)
     parser.add_argument("--measured-levels", type=int, nargs="+", default=[1, 16, 64, 128])
     parser.add_argument("--measure-s", type=float, default=4.0)
     parser.add_argument("--fixed-k", type=int, default=3)
     parser.add_argument("--vocabulary", type=int, default=100_000)
-    parser.add_argument("--prompt-tokens", type=int, nargs=2, default=[50, 400])
-    parser.add_argument("--new-tokens", type=int, nargs=2, default=[50, 300])
+    parser.add_argument("--prompt-tokens", type=int, nargs=2, default=[50, 300])
+    parser.add_argument("--new-tokens", type=int, nargs=2, default=[100, 600])
     return parser.parse_args()
 
 
