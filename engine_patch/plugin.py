@@ -88,7 +88,7 @@ def dead_targets(settings: Settings) -> list[str]:
 def _register_hooks(settings: Settings) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from draftdial.engine_patch import compat, dial, kv_only, round_timer
+    from draftdial.engine_patch import compat, dial, kv_only, one_token_verify, round_timer
     from draftdial.engine_patch.compat import Hook
 
     if settings.inactive:
@@ -98,7 +98,7 @@ def _register_hooks(settings: Settings) -> None:
     else:
         wanted = steering_hooks(settings)
         if settings.kv_only:  # none that steering depends on: without it k = 0 stays `warm`
-            wanted += kv_only.hooks()
+            wanted += kv_only.hooks() + one_token_verify.hooks()
         compat.quieten()
     for target, kind, hook in wanted:
         HookRegistry.register(target, hook, HookType(kind))
