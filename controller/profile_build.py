@@ -20,10 +20,17 @@ from draftdial.controller.profile_document import (
     UNITS,
     row_names,
 )
-from draftdial.controller.profile_measurements import APART, KV_ONLY_PREFILL_TASK, Measurements
+from draftdial.controller.profile_measurements import (
+    APART,
+    IDLE_SHARE,
+    KV_ONLY_PREFILL_TASK,
+    Measurements,
+    Result,
+)
 from draftdial.controller.profile_provenance import Provenance
 
 EAGER_FACTOR = 1.0
+SIDES = ("speculative", "nospec")
 PREFILL_TASKS = {
     "nospec": ("prefill", "nospec"),
     "speculative": ("prefill", "speculative"),
@@ -67,13 +74,11 @@ class ProfileBuilder:
         has_kv_only = any(KV_ONLY_ROW in cell.rows for cell in measurements.of("cell", "speculative"))
         self._rows = row_names(self._tiers, has_kv_only=has_kv_only)
         self._date = datetime.date.today().isoformat()
-        self._apart = {
-            (row, cell.task.batch)
-            for side in ("speculative", "nospec")
-            for cell in measurements.of("cell", side)
-            for row in cell.apart
-        }
+        cells = [cell for side in SIDES for cell in measurements.of("cell", side)]
+        self._apart = {(row, cell.task.batch) for cell in cells for row in cell.apart}
         """Row and batch whose repeats do not agree."""
+        self._host_set = {(row, cell.task.batch) for cell in cells for row in measurements.host_set(cell)}
+        """Row and batch whose time is the host's."""
 
     def document(self) -> dict[str, Any]:
         """The checked document.
@@ -118,20 +123,37 @@ class ProfileBuilder:
             ],
         }
         profile = CostProfile.from_document(document, "the measured profile")
-        document["description"] += f" {_error_text(self.errors(profile))}"
+        document["description"] += f" {self._error_text(profile)}"
         return CostProfile.from_document(document, "the measured profile").to_document()
 
     def errors(self, profile: CostProfile) -> list[float]:
-        """Relative error of `profile` in every held-out timing."""
+        """Relative error of `profile` in every held-out timing that the host did not set."""
         found = []
-        for side in ("speculative", "nospec"):
-            for cell in self._measured.of("held-out", side):
-                for row, timing in cell.rows.items():
+        for cell in self._held_out:
+            for row, timing in cell.rows.items():
+                if row not in self._measured.host_set(cell):
                     mode = OFF_MODE_OF_ROW.get(row, "warm")
                     column = 0 if row in OFF_ROWS else profile.tiers.index(int(row.removeprefix("k=")))
                     predicted = profile.round_s(cell.task.batch, round(timing["context"]), mode)[column]
                     found.append(1e3 * float(predicted) / timing["period_ms"] - 1)
         return found
+
+    @property
+    def _held_out(self) -> list[Result]:
+        return [cell for side in SIDES for cell in self._measured.of("held-out", side)]
+
+    def _error_text(self, profile: CostProfile) -> str:
+        errors = self.errors(profile)
+        num_host_set = sum(len(self._measured.host_set(cell)) for cell in self._held_out)
+        left_out = f" {num_host_set} more, which the host set, are left out." if num_host_set else ""
+        if not errors:
+            return f"Held-out cells: none were measured.{left_out}"
+        size = np.abs(errors)
+        return (
+            f"Held-out cells ({len(errors)} timings, at other batches and contexts than the table): "
+            f"predicted with a mean error of {size.mean():.1%}, most {size.max():.1%}, on average "
+            f"{np.mean(errors):+.1%}.{left_out}"
+        )
 
     def _cells(self, row: str) -> Cells:
         side = "nospec" if row == "nospec" else "speculative"
@@ -157,6 +179,8 @@ class ProfileBuilder:
             cell["inferred"] = True
         elif (row, batch) in self._apart:
             note = f"its two fastest repeats are more than {APART - 1:.0%} apart"
+        elif (row, batch) in self._host_set:
+            note = f"the host set it: the GPU stood idle for more than {IDLE_SHARE:.0%} of it"
         return cell | ({"note": note} if note else {})
 
     def _prefill(self) -> dict[str, list[list[float]]]:
@@ -211,20 +235,11 @@ class ProfileBuilder:
             measured=measured,
             captured=captured,
             apart=self._apart,
+            host_set=self._host_set,
             failures=[result.failure for result in self._measured.results() if result.failure],
             has_nospec=self._has_nospec,
             prefills=tuple(self._measured_prefills),
         )
-
-
-def _error_text(errors: Sequence[float]) -> str:
-    if not errors:
-        return "Held-out cells: none were measured."
-    size = np.abs(errors)
-    return (
-        f"Held-out cells ({len(errors)} timings, at other batches and contexts than the table): predicted "
-        f"with a mean error of {size.mean():.1%}, most {size.max():.1%}, on average {np.mean(errors):+.1%}."
-    )
 
 
 def _between(cells: Cells, batch: int) -> tuple[dict[int, float], str]:

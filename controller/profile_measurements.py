@@ -17,6 +17,10 @@ KV_ONLY_PREFILL_TASK = "kv-only prefill"
 APART = 1.05
 """The second fastest repeat took more than this many times the fastest: the host held one of them up."""
 
+IDLE_SHARE = 0.02
+"""Of a round: where the GPU stood idle before it for longer, the host set its time. Idle times within a round
+do not show."""
+
 Repeat = dict[str, Any]
 """`rows`, a timing for each name, or `failed` and why."""
 
@@ -131,6 +135,14 @@ class Measurements:
     def result(self, task: Task) -> Result:
         """The repeats of `task` so far."""
         return Result(task, self._entries.get(task.id, {}).get("repeats", []))
+
+    def host_set(self, result: Result) -> set[str]:
+        """Rows whose time is the host's even in the fastest repeat; none without a GPU, where all are."""
+        if self.document["facts"]["clock"] != "cuda" or result.task.kind not in ("cell", "held-out"):
+            return set()
+        return {
+            row for row, found in result.rows.items() if found["idle_ms"] > IDLE_SHARE * found["period_ms"]
+        }
 
     def results(self) -> list[Result]:
         """Everything, failures as well."""

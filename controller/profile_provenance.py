@@ -28,6 +28,8 @@ class Provenance:
     captured: Sequence[int]
     apart: Collection[tuple[str, int]]
     """Row and batch whose repeats do not agree."""
+    host_set: Collection[tuple[str, int]]
+    """Row and batch whose time is the host's."""
     failures: Sequence[str]
     has_nospec: bool
     prefills: Collection[str]
@@ -66,7 +68,10 @@ class Provenance:
     def _rounds(self) -> dict[str, Any]:
         clock = "GPU events" if self.is_gpu else "the host's clock (no GPU: says nothing of one)"
         missing = sorted(set(self.captured) - set(self.measured))
-        apart = ", ".join(f"{row} at batch {batch}" for row, batch in sorted(self.apart))
+        apart, host_set = (
+            ", ".join(f"{row} at batch {batch}" for row, batch in sorted(cells)) or "none"
+            for cells in (self.apart, self.host_set)
+        )
         return self._entry(
             [row for row in self.rows if row != "nospec" or self.has_nospec],
             f"Mean interval between the ends of consecutive decode rounds by {clock}, those above {HICCUP} "
@@ -76,7 +81,8 @@ class Provenance:
             f"were more than {APART - 1:.0%} apart; the fastest counts. "
             f"Batches {_listed(self.measured)}. context_tokens is the mean over the rounds that were timed.",
             f"Captured batches without a measurement: {_listed(missing)}; they lie on the line between their "
-            f"neighbours. Still apart, kept and noted: {apart or 'none'}. "
+            f"neighbours. Still apart, kept and noted: {apart}. "
+            f"Set by the host, kept and noted: {host_set}. "
             f"Cells that failed: {'; '.join(self.failures) or 'none'}.",
         )
 

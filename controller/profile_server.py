@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace, name: str) -> tuple[dict[str, object], list[str]]:
-    """The document, and warnings of what repeats disagree about."""
+    """The document, and warnings of what repeats disagree about and of what the host set."""
     with _server(args, is_speculative=True) as url:
         speculative = _measured(url, args)
         if 0 not in speculative.tiers or len(speculative.tiers) < 2:
@@ -126,11 +126,17 @@ def _measure(args: argparse.Namespace, name: str) -> tuple[dict[str, object], li
 
 
 def _warnings(measurements: Measurements) -> list[str]:
-    return [
+    apart = [
         f"{result.task.id}, {row}: the two fastest repeats took {fastest:.2f} and {second:.2f} ms"
         for result in measurements.results()
         for row, (fastest, second) in result.apart.items()
     ]
+    host_set = [
+        f"{result.task.id}, {row}: the host set this time"
+        for result in measurements.results()
+        for row in sorted(measurements.host_set(result))
+    ]
+    return apart + host_set
 
 
 @contextmanager

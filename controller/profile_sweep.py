@@ -57,7 +57,8 @@ class Sweep:
         yield [
             result.task
             for result in results
-            if len(result.repeats) == self.grid.repeats and not result.is_settled
+            if len(result.repeats) == self.grid.repeats
+            and not (result.is_settled and not measurements.host_set(result))
         ]
 
     def tasks(self) -> list[Task]:

@@ -129,6 +129,7 @@ class World:
         self.number = 0
         """Of the pass."""
         self.slowness: Callable[[int, int, str], float] = lambda number, batch, row: 1.0
+        self.idle_ms: Callable[[int, int, str], float] = lambda number, batch, row: 0.0
         self._failures = failures
 
     def room(self, batch: int) -> int:
@@ -164,7 +165,8 @@ class World:
             for place in range(min(phase.num_rounds, 50)):
                 grown = context + len(found)
                 time = round_ms(row, batch, grown) * self.slowness(self.number, batch, row)
-                found.append([index, place, time, 1.0, 0.0, grown])
+                idle_ms = self.idle_ms(self.number, batch, row)
+                found.append([index, place, time + idle_ms, 1.0, idle_ms, grown])
         slowness = self.slowness(self.number, batch, "prefill")
         share = 0.9 if phases[0].off_mode == "kv-only" else 1.0
         prefills = [[n, 1, (3.0 + 0.02 * n) * slowness * share, 2.0, 0.0, 1] for n in self.prefilled]
@@ -284,6 +286,40 @@ def test_the_last_pass_is_over_what_differs_and_what_still_does_is_told(tmp_path
     assert ["note" in cell for cell in by_row["k=3"]] == [False, True, False, True]
     assert ["note" in cell for cell in by_row["k=1"]] == [False, True, False, False]
     assert "Still apart, kept and noted: k=3 at batch 8." in document["provenance"][0]["inferred"]
+
+
+def test_what_the_host_sets_is_measured_again_and_told_and_no_error_of_the_profile(tmp_path: Path) -> None:
+    idle_ms = {(1, "k=1"): (0.3, 0.3, 0.0), (8, "k=3"): (0.8, 0.8, 0.8), (3, "k=1"): (0.9, 0.9, 0.9)}
+    world = World()
+    world.idle_ms = lambda number, batch, row: idle_ms.get((batch, row), (0.0, 0.0, 0.0))[number]
+    measurements = swept(tmp_path, world)
+    again = {(r.task.kind, r.task.batch) for r in measurements.results() if len(r.repeats) > 2}
+    assert again == {("cell", 1), ("cell", 8), ("held-out", 3)}
+    assert sorted(_warnings(measurements)) == [
+        "speculative cell batch 8 context 100, k=3: the host set this time",
+        "speculative cell batch 8 context 400, k=3: the host set this time",
+        "speculative held-out batch 3 context 250, k=1: the host set this time",
+    ]
+    builder = built(measurements)
+    document = builder.document()
+    noted = {
+        (row["row"], cell["batch"])
+        for row in document["rows"]
+        for cell in row["cells"]
+        if "the host set it" in cell.get("note", "")
+    }
+    assert noted == {("k=3", 8)}
+    assert "Set by the host, kept and noted: k=3 at batch 8." in document["provenance"][0]["inferred"]
+    assert document["description"].endswith(" 1 more, which the host set, are left out.")
+    assert len(builder.errors(CostProfile.from_document(document, "it"))) == 2 * 4 - 1
+
+
+def test_without_a_gpu_all_times_are_the_hosts(tmp_path: Path) -> None:
+    world = World()
+    world.idle_ms = lambda number, batch, row: 1.0
+    measurements = swept(tmp_path, world)
+    measurements.document["facts"] = FACTS | {"clock": "host"}
+    assert not any(measurements.host_set(result) for result in measurements.results())
 
 
 def test_a_sweep_goes_on_in_the_middle_of_a_pass(tmp_path: Path) -> None:

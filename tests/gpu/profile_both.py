@@ -66,4 +66,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     profile_server.add_parser(parser.add_subparsers())
     both(parser.parse_args(["profile", *sys.argv[1:]]))
-    sys.exit(main(["profile", *sys.argv[1:]]))
+    sys.argv.insert(1, "profile")  # the profile says by which command it was made
+    sys.exit(main(sys.argv[1:]))
