@@ -14,6 +14,8 @@ from draftdial.controller.export_rule import add_parser
 from draftdial.controller.policy_file import load_policy, read
 from draftdial.controller.signals import RoundSignals
 
+MAX_RUNNING = CostProfile.load("h200-llama3-8b").max_running
+
 
 def export(*arguments: str) -> int:
     parser = argparse.ArgumentParser()
@@ -59,15 +61,18 @@ def test_rules_without_parameters(
         ("fixed", "export-rule fixed: --k: found none, allowed: 0, 1, 2, 3, 5, 7 (h200-llama3-8b)"),
         ("fixed --k 4", "export-rule fixed: --k: found 4, allowed: 0, 1, 2, 3, 5, 7 (h200-llama3-8b)"),
         ("fixed --k 3 --profile seeds-pcie", "export-rule fixed: --k: found 3, allowed: 0, 5 (seeds-pcie)"),
-        ("threshold --k 3", "export-rule threshold: --batch: found none, allowed: 0 to 264 (h200-llama3-8b)"),
+        (
+            "threshold --k 3",
+            f"export-rule threshold: --batch: found none, allowed: 0 to {MAX_RUNNING} (h200-llama3-8b)",
+        ),
         (
             "threshold --k 3 --batch -1",
-            "export-rule threshold: --batch: found -1, allowed: 0 to 264 (h200-llama3-8b)",
+            f"export-rule threshold: --batch: found -1, allowed: 0 to {MAX_RUNNING} (h200-llama3-8b)",
         ),
         ("greedy --k 3", "export-rule greedy: --k: found 3, allowed: only for fixed and threshold"),
         (
-            "greedy --off-mode kv-only",
-            "export-rule greedy: --off-mode: found kv-only, allowed: warm, skip (h200-llama3-8b); a server "
+            "greedy --profile h100-llama3-8b --off-mode kv-only",
+            "export-rule greedy: --off-mode: found kv-only, allowed: warm, skip (h100-llama3-8b); a server "
             "with --off-mode kv-only takes a policy made for warm, too",
         ),
         ("fixed --k 3 --batch 8", "export-rule fixed: --batch: found 8, allowed: only for threshold"),

@@ -11,7 +11,7 @@ from draftdial.envs.profile_rows import ProfileRows
 from draftdial.envs.random_profiles import random_profile
 
 BASE = CostProfile.load("h200-llama3-8b")
-BATCHES = np.array([1, 2, 5, 8, 17, 32, 64, 100, 200, 264])
+BATCHES = np.array([1, 2, 5, 8, 17, 32, 64, 100, 200, BASE.captured_batches[-1]])
 CONTEXT = np.full(len(BATCHES), 700)
 
 
@@ -50,15 +50,16 @@ def test_times_are_positive_and_drafting_is_never_free() -> None:
 
 
 def test_draws_lie_around_the_base_within_a_factor() -> None:
-    ratio = np.stack([round_s(drawn) / round_s(BASE) for drawn in draws(200)])
-    assert np.abs(np.median(np.log(ratio), axis=0)).max() < 0.15, "the base is in the middle"
+    ratio = np.stack([round_s(drawn) / round_s(BASE) for drawn in draws(1000)])
+    # A little above it, since drafting is never drawn cheaper than off.
+    assert np.abs(np.median(np.log(ratio), axis=0)).max() < 0.2, "the base is in the middle"
     assert 0.2 < np.log(ratio).std(axis=0).min() and np.log(ratio).std(axis=0).max() < 0.7
 
 
 def test_the_best_k_differs_from_server_to_server() -> None:
     # With drafts right at 0.75 each: tokens per round at each tier.
     tokens = np.array([(1 - 0.75 ** (k + 1)) / 0.25 for k in BASE.tiers])
-    best = np.stack([(tokens / round_s(drawn)).argmax(axis=1) for drawn in draws(60)])
+    best = np.stack([(tokens / round_s(drawn)).argmax(axis=1) for drawn in draws(300)])
     assert all(len(set(column.tolist())) >= 2 for column in best.T), "at every batch"
     assert len(set(best.ravel().tolist())) >= 5, "nearly every tier somewhere"
     assert (best[:, 0] > 0).mean() > 0.8, "speculation still pays at batch 1, mostly"

@@ -11,10 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftdial.controller.cost_profile import CostProfile, OffMode, shipped_profiles
+from draftdial.controller.cost_profile import OFF_MODE_OF_ROW, CostProfile, OffMode, shipped_profiles
+from draftdial.controller.profile_build import ProfileBuilder
+from draftdial.controller.profile_measurements import Measurements
 
 REFERENCE = Path(__file__).parents[2] / "shared" / "reference"
-OFF_MODES: tuple[OffMode, ...] = ("nospec", "warm", "skip")
+NOISE = 0.02
+"""Cells are as measured: a round of one k more may come out so much cheaper."""
 NAMES = ("h100-llama3-8b", "h200-llama3-8b", "qwen3-235b-a22b", "seeds-pcie")
 
 
@@ -48,76 +51,64 @@ def test_a_round_costs_more_the_more_it_drafts(name: str) -> None:
     profile = CostProfile.load(name)
     for context in (0, 500, 2000, 4000, 8000):
         batches = profile.captured_batches[profile.captured_batches * context <= profile.kv_pool_tokens]
-        for off_mode in OFF_MODES:
+        for off_mode in profile.off_modes:
             times = profile.round_s(batches, np.full(len(batches), context), off_mode)
-            assert (np.diff(times, axis=1) > 0).all()
+            assert (times[:, 1:] > (1 - NOISE) * times[:, :-1]).all()
+            assert (times[:, -1] > 1.1 * times[:, 0]).all(), "the largest k against off"
 
 
-def h200_row(measured: dict[str, Any]) -> str:
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prefill_costs_more_the_longer_it_is_and_with_the_draft(name: str) -> None:
+    profile = CostProfile.load(name)
+    tokens = np.geomspace(16, profile.chunked_prefill_tokens, 40).astype(int)
+    plain_s, both_s = profile.prefill_s(tokens, "nospec"), profile.prefill_s(tokens, "warm")
+    assert (np.diff(plain_s) >= 0).all() and (np.diff(both_s) >= 0).all()
+    assert (both_s >= (1 - NOISE) * plain_s).all()
+
+
+def h200_builder() -> ProfileBuilder:
+    """Of the measurements that the shipped profile was made of."""
+    path = Path(__file__).parents[1] / "docs" / "results" / "h200-llama3-8b.measurements.json"
+    profile = CostProfile.load("h200-llama3-8b")
+    server = {"chunked_prefill_size": profile.chunked_prefill_tokens}
+    measurements = Measurements(path, json.loads(path.read_text()))
+    return ProfileBuilder(measurements, profile.name, profile.tiers, server, "a test", {})
+
+
+def test_h200_is_what_profile_makes_of_its_measurements() -> None:
+    document, made = CostProfile.load("h200-llama3-8b").document, h200_builder().document()
+    assert made.keys() == document.keys()
+    for field in made.keys() - {"description", "model", "draft", "hardware", "date", "provenance"}:
+        assert document[field] == made[field], field
+    assert document["description"].endswith(made["description"].removeprefix("Measured by "))
+
+
+def test_h200_predicts_the_cells_left_out() -> None:
+    errors = h200_builder().errors(CostProfile.load("h200-llama3-8b"))
+    assert len(errors) > 20
+    assert np.mean(np.abs(errors)) < 0.04
+
+
+def test_h200_repeats_what_another_day_measured() -> None:
+    profile = CostProfile.load("h200-llama3-8b")
+    errors = []
+    for then in reference("h200_llama3_8b_rounds.json")["surface"]:
+        if then["host_bound"] or then["bs"] not in profile.captured_batches:
+            continue
+        row = reference_row(then)
+        off_mode = OFF_MODE_OF_ROW.get(row, "warm")
+        column = 0 if row in OFF_MODE_OF_ROW else profile.tiers.index(then["steps"])
+        now_s = profile.round_s(np.array([then["bs"]]), np.array([then["ctx_mid"]]), off_mode)[0, column]
+        errors.append(1e3 * float(now_s) / then["round_ms"] - 1)
+    assert len(errors) > 150
+    assert np.mean(np.abs(errors)) < 0.03 and np.max(np.abs(errors)) < 0.12
+
+
+def reference_row(measured: dict[str, Any]) -> str:
     if measured["engine"] == "nospec":
         return "nospec"
     off = "off-skip" if measured["skip_draft_extend"] else "off-warm"
     return f"k={measured['steps']}" if measured["steps"] else off
-
-
-def h200_cells() -> dict[tuple[str, int], dict[str, Any]]:
-    rows = CostProfile.load("h200-llama3-8b").document["rows"]
-    return {(row["row"], cell["batch"]): cell for row in rows for cell in row["cells"]}
-
-
-def test_h200_holds_every_measured_cell_the_host_did_not_spoil() -> None:
-    cells = h200_cells()
-    for measured in reference("h200_llama3_8b_rounds.json")["surface"]:
-        cell = cells[h200_row(measured), measured["bs"]]
-        if measured["host_bound"]:
-            assert measured["round_ms"] not in cell["round_ms"]
-            assert cell["note"]
-        else:
-            knot = cell["context_tokens"].index(measured["ctx_mid"])
-            assert cell["round_ms"][knot] == measured["round_ms"]
-
-
-def test_h200_takes_the_second_pass_where_the_first_was_host_bound() -> None:
-    rounds = reference("h200_llama3_8b_rounds.json")
-    spoilt = {
-        (h200_row(cell), cell["bs"])
-        for cell in rounds["surface"]
-        if cell["host_bound"] and cell["ctx_start"] == 400
-    }
-    again = {(h200_row(cell), cell["bs"]): cell["round_ms"] for cell in rounds["remeasured"]["cells"]}
-    assert spoilt == {("off-warm", 24), ("k=7", 24), ("k=1", 48)}
-    for where in spoilt:
-        assert h200_cells()[where]["round_ms"][0] == again[where]
-
-
-def test_h200_has_the_long_context_as_a_last_knot() -> None:
-    cells = h200_cells()
-    long_context = {
-        (h200_row(cell), cell["bs"]): cell["round_ms"]
-        for cell in reference("h200_llama3_8b_rounds.json")["context_7600"]["cells"]
-    }
-    for where, cell in cells.items():
-        if where in long_context:
-            assert cell["context_tokens"][-1] > 7600
-            assert cell["round_ms"][-1] == long_context[where]
-        else:
-            assert cell["context_tokens"][-1] < 7600 or cell["inferred"]
-
-
-def test_h200_prefill_is_the_best_measured_call() -> None:
-    profile = CostProfile.load("h200-llama3-8b")
-    rows = reference("h200_llama3_8b_rounds.json")["prefill"]["rows"]
-    off_modes: dict[str, OffMode] = {"nospec": "nospec", "spec": "warm"}
-    for mode, off_mode in off_modes.items():
-        for num_prompts, prompt_tokens in ((1, 2048), (4, 1024), (8, 1024)):
-            shape = (mode, num_prompts, prompt_tokens)
-            best_ms = next(
-                row["best_ms"]
-                for row in rows
-                if (row["mode"], row["num_prompts"], row["prompt_tokens"]) == shape
-            )
-            total = num_prompts * prompt_tokens
-            assert 1e3 * profile.prefill_s(total, off_mode) == pytest.approx(best_ms)
 
 
 # Published speed-ups of 3 drafts over none and accept lengths: arXiv 2601.11580 (one H100, vLLM 0.10.1).

@@ -29,6 +29,7 @@ def tiny_profile() -> CostProfile:
     document["tiers"] = [tier for tier in document["tiers"] if tier["k"] in TIERS]
     kept = {"nospec", "off-warm", "off-skip", *(f"k={k}" for k in TIERS)}
     document["rows"] = [row for row in document["rows"] if row["row"] in kept]
+    document["prefill"].pop("kv-only", None)  # goes with the row
     gone = set(CostProfile.load("h200-llama3-8b").rows) - kept
     for covered in document["provenance"]:
         covered["covers"] = [name for name in covered["covers"] if name not in gone]
