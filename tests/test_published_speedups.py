@@ -1,6 +1,6 @@
 """The simulator against published speed-ups of EAGLE-3 at k = 3 (arXiv 2601.11580, H100, Llama-3.1-8B).
 
-`pytest tests/test_published_speedups.py -s` prints the table of docs/simulator.md.
+`pytest tests/test_published_speedups.py -s` prints the table.
 """
 
 from __future__ import annotations
