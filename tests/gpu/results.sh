@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
-# results.sh INPUT OUT PART...: a cost profile, a policy trained on it, and policies, fixed k and servers under the loads
-# of each PART, in this order: {good,mixed,poor}-{low,high}, or with concurrencies of its own as good-high:128,64, and
-# swing. A server with speculation (off mode kv-only) that can replay recorded acceptance is on GPU 0, one without
-# speculation on GPU 1; they are profiled at the same time, and under load one at a time. First, k = 0 must answer what
-# the other server answers. INPUT holds
-#   start.safetensors                                       any policy of this server's tiers
+# results.sh INPUT OUT PART...: what each PART measures, in this order. A server with speculation (off mode kv-only) that can
+# replay recorded acceptance is on GPU 0, one without speculation on GPU 1; under load one at a time. First, k = 0 must
+# answer what the other server answers. A PART is one of
+#   profile                    a cost profile of both servers at once, and a policy trained on it
+#   off-modes                  what a round takes in each off mode
+#   {good,mixed,poor}-{low,high}[:C,C...], swing      the policy, every fixed k and both servers under load
+# Without the part `profile`, the profile is the shipped one and the policy INPUT's. INPUT holds
+#   start.safetensors                                       a policy of this server's tiers
 #   acceptance/{chat,code,finance,maths,poor,reasoning}.jsonl                  (draftdial export-acceptance)
 #   lengths.csv, long.csv, swing.csv                                           (tests/gpu/short_requests.py)
-# REPEATS (1) of every part, with seeds from SEED (100) on; ARMS: other than all that may win. TRAIN_SITE: packages that training needs beyond those on the
-# Python path.
+# REPEATS (1) of every load, with seeds from SEED (100) on; ARMS: other than all that may win. TRAIN_SITE: packages that
+# training needs beyond those on the Python path.
 # Leaves in OUT: h200-llama3-8b.json (the profile) and its measurements, policy.safetensors, off-500.json, off-2000.json,
 # host.jsonl (how slow the host was, and when), and PART/bench.json, which is whole at any time. Exit status 3 if the host
 # is too slow (SLOW_HOST=go: never mind).
@@ -16,12 +18,12 @@ set -uo pipefail
 input=$1 out=$2
 shift 2
 for part in "$@"; do
-  [[ $part =~ ^((good|mixed|poor)-(low|high)(:[0-9,]+)?|swing)$ ]] || { echo "no such part: $part"; exit 2; }
+  [[ $part =~ ^(profile|off-modes|(good|mixed|poor)-(low|high)(:[0-9,]+)?|swing)$ ]] || { echo "no such part: $part"; exit 2; }
 done
 . "$(dirname "$0")/servers.sh"
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 url=http://127.0.0.1:30000 plain_url=http://127.0.0.1:30100
-profile=$out/h200-llama3-8b.json policy=$out/policy.safetensors
+profile=h200-llama3-8b policy=$input/start.safetensors training="" is_deployed=""
 # Idle servers must not take the host's time from the other one, nor logging from the scheduler.
 common=(--mem-fraction-static 0.85 --max-total-tokens "${POOL_TOKENS:-640000}" --sleep-on-idle --log-level warning)
 replay=()
@@ -42,36 +44,39 @@ python3 "$here/gpu_speed.py" >"$out/gpu_speed.json"
 $dial set $url --force-k 0
 python3 "$here/same_answers.py" $url $plain_url || echo "k = 0 DOES NOT ANSWER WHAT THE OTHER SERVER DOES"
 $dial set $url --force-k none
-$dial set $url --mode off # what the policy would do between two prefills is not to be measured
 
-python3 "$here/profile_both.py" $url --no-spec $plain_url --out "$profile" --batches "${graphs// /,}" \
-  --rounds "${ROUNDS:-20}" --held-out "${HELD_OUT:-5}" >"$out/profile.txt" 2>&1
-echo "profile: status $?, at $SECONDS s"
-$dial set $url --mode steer
-host
-
+measure_profile() {
+  local status
+  $dial set $url --mode off # what the policy would do between two prefills is not to be measured
+  python3 "$here/profile_both.py" $url --no-spec $plain_url --out "$out/h200-llama3-8b.json" --batches "${graphs// /,}" \
+    --rounds "${ROUNDS:-20}" --held-out "${HELD_OUT:-5}" >"$out/profile.txt" 2>&1 && profile=$out/h200-llama3-8b.json
+  status=$?
+  $dial set $url --mode steer
+  train &
+  training=$!
+  return $status
+}
 train() {
   PYTHONPATH=${PYTHONPATH:-}:${TRAIN_SITE:-} OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 \
     $dial train --json profile="$profile" engine=kv-only >"$out/train.json" 2>"$out/train.log"
 }
-train &
-training=$!
 off_modes() { python3 "$here/off_modes.py" $url $plain_url --batches "$1" --context "$2" --out "$out/off-$2.json"; }
-off_modes 1,8,32,64,128,256 500
-off_modes 1,8,32,64,128,256 2000
-echo "off modes at $SECONDS s"
-if wait $training; then
-  cp "$(python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))["policy"])' "$out/train.json")" "$policy"
-else
-  tail -5 "$out/train.log"
-  echo "not trained: the policy is $input/start.safetensors"
-  cp "$input/start.safetensors" "$policy"
-fi
 rule() { $dial export-rule "$@" --profile "$profile" --off-mode kv-only; }
-rule sglang-adaptive --out "$out/sglang-adaptive.safetensors"
-rule threshold --k 3 --batch 192 --out "$out/threshold.safetensors"
-$dial deploy "$policy" $url || exit 1
-echo "deployed at $SECONDS s"
+deploy() {
+  if [ -n "$training" ]; then
+    if wait $training; then
+      policy=$out/policy.safetensors
+      cp "$(python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))["policy"])' "$out/train.json")" "$policy"
+    else
+      tail -5 "$out/train.log"
+      echo "not trained: the policy is $policy"
+    fi
+  fi
+  rule sglang-adaptive --out "$out/sglang-adaptive.safetensors"
+  rule threshold --k 3 --batch 192 --out "$out/threshold.safetensors"
+  $dial deploy "$policy" $url || exit 1
+  is_deployed=yes
+}
 
 adaptive=policy:$out/sglang-adaptive.safetensors
 few=${ARMS:-steer off fixed-1 fixed-2 fixed-3 $adaptive}
@@ -79,15 +84,14 @@ good=chat,code,reasoning mixed=finance,maths,chat,code,reasoning
 high="--per-slot 2 --requests 10 --lengths trace:$input/long.csv --arms $few"
 low="--per-slot 3 --requests 10 --lengths trace:$input/lengths.csv --arms $few"
 swing=$(($(wc -l <"$input/swing.csv") - 1))
-for part in "$@"; do
-  begun=$SECONDS
-  host
-  case $part in
-    *:*) closed="--closed ${part#*:}" ;;
+load() {
+  local closed how
+  case $1 in
+    *:*) closed="--closed ${1#*:}" ;;
     *-high) closed="--closed 256,192,128,64" ;;
     *) closed="--closed 1,2,4,8,16,32" ;;
   esac
-  case ${part%:*} in
+  case ${1%:*} in
     good-high) how="--domains $good $closed $high fixed-5 --no-spec $plain_url" ;;
     good-low) how="--domains $good $closed $low fixed-5 fixed-7 --no-spec $plain_url" ;;
     mixed-high) how="--domains $mixed --domain-span 40:160 $closed $high fixed-5" ;;
@@ -100,7 +104,17 @@ for part in "$@"; do
       ;;
   esac
   $dial bench $url $how --baseline steer --deployed "$policy" --repeats "${REPEATS:-1}" --drop 0.4 --seed "${SEED:-100}" \
-    --out "$out/$part" >"$out/$part.txt" 2>&1
+    --out "$out/$1" >"$out/$1.txt" 2>&1
+}
+
+for part in "$@"; do
+  begun=$SECONDS
+  host
+  case $part in
+    profile) measure_profile ;;
+    off-modes) off_modes 1,8,32,64,128,256 500 && off_modes 1,8,32,64,128,256 2000 ;;
+    *) { [ -n "$is_deployed" ] || deploy; } && load "$part" ;;
+  esac
   echo "$part: status $?, $((SECONDS - begun)) s, at $SECONDS s"
 done
 timeout 20 $dial status $url
