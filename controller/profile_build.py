@@ -177,10 +177,10 @@ class ProfileBuilder:
         }
         if batch not in cells or is_copied:
             cell["inferred"] = True
+        elif (row, batch) in self._host_set:
+            note = f"the host set it: the GPU stood idle before it for more than {IDLE_SHARE:.1%} of it"
         elif (row, batch) in self._apart:
             note = f"its two fastest repeats are more than {APART - 1:.0%} apart"
-        elif (row, batch) in self._host_set:
-            note = f"the host set it: the GPU stood idle for more than {IDLE_SHARE:.0%} of it"
         return cell | ({"note": note} if note else {})
 
     def _prefill(self) -> dict[str, list[list[float]]]:

@@ -17,7 +17,7 @@ KV_ONLY_PREFILL_TASK = "kv-only prefill"
 APART = 1.05
 """The second fastest repeat took more than this many times the fastest: the host held one of them up."""
 
-IDLE_SHARE = 0.02
+IDLE_SHARE = 0.005
 """Of a round: where the GPU stood idle before it for longer, the host set its time. Idle times within a round
 do not show."""
 

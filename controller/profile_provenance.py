@@ -78,8 +78,9 @@ class Provenance:
             f"times the median left out; {self.grid['rounds']} rounds of each k on the same requests, in "
             f"random order, {WARM_UP_ROUNDS} dropped after each change; the batch alone and complete. "
             f"Repeats: {self.grid['repeats']}, each in another pass over all cells, and one more where they "
-            f"were more than {APART - 1:.0%} apart; the fastest counts. "
-            f"Batches {_listed(self.measured)}. context_tokens is the mean over the rounds that were timed.",
+            f"were more than {APART - 1:.0%} apart, one failed, or the host set the time; the fastest "
+            f"counts. Batches {_listed(self.measured)}. context_tokens is the mean over the rounds that were "
+            "timed.",
             f"Captured batches without a measurement: {_listed(missing)}; they lie on the line between their "
             f"neighbours. Still apart, kept and noted: {apart}. "
             f"Set by the host, kept and noted: {host_set}. "

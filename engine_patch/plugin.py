@@ -86,6 +86,7 @@ def dead_targets(settings: Settings) -> list[str]:
 
 
 def _register_hooks(settings: Settings) -> None:
+    import torch
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from draftdial.engine_patch import compat, dial, kv_only, one_token_verify, round_timer
@@ -97,8 +98,11 @@ def _register_hooks(settings: Settings) -> None:
         wanted.append(Hook(f"{SCHEDULER}.Scheduler.run_batch", "around", round_timer.around_run_batch))
     else:
         wanted = steering_hooks(settings)
-        if settings.kv_only:  # none that steering depends on: without it k = 0 stays `warm`
-            wanted += kv_only.hooks() + one_token_verify.hooks()
+        # None of these does steering depend on: without them k = 0 is as SGLang has it.
+        if settings.kv_only:
+            wanted += kv_only.hooks()
+        if torch.cuda.is_available():
+            wanted += one_token_verify.hooks(compat.release())
         compat.quieten()
     for target, kind, hook in wanted:
         HookRegistry.register(target, hook, HookType(kind))

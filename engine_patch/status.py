@@ -9,7 +9,7 @@ from typing import Any
 
 from draftdial.controller.files import sha256_of
 from draftdial.controller.signals import RoundSignals
-from draftdial.engine_patch import acceptance_replay, lockstep, round_timer
+from draftdial.engine_patch import acceptance_replay, lockstep, one_token_verify, round_timer
 from draftdial.engine_patch import dial as dials
 from draftdial.engine_patch.control_keys import NO_FORCED_K
 from draftdial.engine_patch.dial import Dial
@@ -54,6 +54,7 @@ def _active(dial: Dial) -> dict[str, Any]:
         "k": dial.last_k,
         "wanted_k": dial.last_wanted_k,
         "off_mode": dial.off_mode,
+        "one_token_graphs": one_token_verify.num_graphs,
         **_kv_only(dial.kv_only),
         "tiers": ",".join(map(str, dial.tiers)),
         "decisions": counters.decisions,

@@ -78,8 +78,6 @@ def test_the_best_fixed_k_earns_what_it_costs(kind: str, off_mode: OffMode, conc
     if off_mode == "kv-only":
         with_draft = profile.document["prefill"]["speculative"]
         without = [(tokens, 0.8 * time) for tokens, time in with_draft]
-        if "kv-only" not in profile.off_modes:
-            profile = assumed_kv_only(profile, "assumed", 0.0, 0.0)
         profile = with_kv_only_prefill(profile, without)
     scenario = Scenario(low=concurrency, high=concurrency, rounds=400)
     num_servers = max(12, 96 // concurrency)

@@ -143,6 +143,8 @@ class RankSoak:
         records = [(folder / f"rounds-{rank}.txt").read_text().splitlines() for rank in range(self.num_ranks)]
         if any(record != records[0] for record in records):
             self.failures.append("the ranks' own records of their rounds differ")
+        if len(records[0]) < self.num_rounds:
+            self.failures.append(f"the ranks recorded {len(records[0])} rounds of {self.num_rounds}")
         ks = [line.split()[1] for line in records[0]]
         return {
             "recorded_rounds": [len(record) for record in records],

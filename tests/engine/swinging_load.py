@@ -26,20 +26,6 @@ class Asked:
     """Goes on beyond `new_tokens`, as the answer to an aborted request may."""
 
 
-@dataclass(frozen=True)
-class Span:
-    """A request that was answered: tokens came between two times, at an even rate."""
-
-    began: float
-    ended: float
-    tokens: int
-
-    def tokens_between(self, began: float, ended: float) -> float:
-        """Those of its tokens that came then."""
-        overlap = min(self.ended, ended) - max(self.began, began)
-        return self.tokens * max(0.0, overlap) / (self.ended - self.began)
-
-
 class SwingingLoad:
     """Keeps `level` requests in flight, each followed by another; a thread for each."""
 
@@ -49,7 +35,6 @@ class SwingingLoad:
         self.level = 0
         self.num_answers = self.num_wrong = self.num_aborts = 0
         self.errors: list[str] = []
-        self.spans: list[Span] = []
         self._asked = asked
         self._in_flight = 0
         self._lock = threading.Lock()
@@ -70,10 +55,6 @@ class SwingingLoad:
         while self._in_flight and time.monotonic() < deadline:
             time.sleep(0.05)
         return not self._in_flight
-
-    def tokens_per_s(self, began: float, ended: float) -> float:
-        """Output tokens a second between two times of `time.monotonic`; complete after `drain`."""
-        return sum(span.tokens_between(began, ended) for span in self.spans) / (ended - began)
 
     def _work(self, index: int) -> None:
         rng = random.Random(index)
@@ -102,7 +83,6 @@ class SwingingLoad:
         parameters = {"temperature": 0, "max_new_tokens": asked.new_tokens, "ignore_eos": True}
         if is_aborted:
             abort.start()
-        began = time.monotonic()
         try:
             body = {"input_ids": asked.prompt, "sampling_params": parameters, "rid": rid}
             answer = post(f"{self.url}/generate", body)
@@ -121,8 +101,6 @@ class SwingingLoad:
             self.num_answers += 1
             self.num_aborts += was_cut
             self.num_wrong += not is_right
-            if tokens:
-                self.spans.append(Span(began, time.monotonic(), len(tokens)))
 
 
 def post(url: str, body: Any, timeout_s: float = ANSWER_S) -> Any:

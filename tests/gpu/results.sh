@@ -13,7 +13,7 @@
 # training needs beyond those on the Python path.
 # Leaves in OUT: h200-llama3-8b.json (the profile) and its measurements, policy.safetensors, off-500.json, off-2000.json,
 # host.jsonl (how slow the host was, and when), and PART/bench.json, which is whole at any time. Exit status 3 if the host
-# is too slow (SLOW_HOST=go: never mind).
+# is too slow (SLOW_HOST=go: never mind), 4 if answers differ.
 set -uo pipefail
 input=$1 out=$2
 shift 2
@@ -42,19 +42,21 @@ host() { python3 "$here/host_check.py" $url --out "$out/host.jsonl"; }
 host || host || [ "${SLOW_HOST:-stop}" = go ] || exit 3
 python3 "$here/gpu_speed.py" >"$out/gpu_speed.json"
 $dial set $url --force-k 0
-python3 "$here/same_answers.py" $url $plain_url || echo "k = 0 DOES NOT ANSWER WHAT THE OTHER SERVER DOES"
+python3 "$here/same_answers.py" $url $plain_url | tee "$out/same_answers.txt" ||
+  { echo "k = 0 does not answer what the other server does"; exit 4; }
 $dial set $url --force-k none
 
 measure_profile() {
   local status
   $dial set $url --mode off # what the policy would do between two prefills is not to be measured
   python3 "$here/profile_both.py" $url --no-spec $plain_url --out "$out/h200-llama3-8b.json" --batches "${graphs// /,}" \
-    --rounds "${ROUNDS:-20}" --held-out "${HELD_OUT:-5}" >"$out/profile.txt" 2>&1 && profile=$out/h200-llama3-8b.json
+    --rounds "${ROUNDS:-20}" --held-out "${HELD_OUT:-5}" >"$out/profile.txt" 2>&1
   status=$?
   $dial set $url --mode steer
+  [ $status = 0 ] || return $status
+  profile=$out/h200-llama3-8b.json
   train &
   training=$!
-  return $status
 }
 train() {
   PYTHONPATH=${PYTHONPATH:-}:${TRAIN_SITE:-} OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 \

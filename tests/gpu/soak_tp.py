@@ -39,6 +39,9 @@ from draftdial.engine_patch.decision_log import FLUSH_INTERVAL_S
 from draftdial.engine_patch.log_reader import read_log
 
 NUM_RANKS, NUM_REQUESTS = 2, 400
+VOCABULARY, PROMPT_TOKENS, NEW_TOKENS = 100_000, (50, 300), (100, 600)
+LEVEL_S, CHANGE_EVERY_S, HANG_S = 2.5, 1.0, 40.0
+MEASURED_LEVELS, MEASURE_S, FIXED_K = (1, 16, 64, 128), 4.0, 3
 WINDOWS = ("steered", "fixed", "fixed", "steered")
 SETTLE_S, DRAIN_S, END_S = 1.5, 6.0, 12.0
 """Seconds before a window; and those put by for the end of a level, and for that of the soak."""
@@ -49,7 +52,7 @@ def main() -> int:
     began = time.monotonic()
     served = read(args.policy)
     changes = PolicyChanges(
-        args.url, _files(served), [misfit(served)], num_faulty_ranks=NUM_RANKS, hang_s=args.hang_s
+        args.url, _files(served), [misfit(served)], num_faulty_ranks=NUM_RANKS, hang_s=HANG_S
     )
     result: dict[str, Any] = {"is_complete": False, "soak": {}, "throughput": []}
 
@@ -62,23 +65,23 @@ def main() -> int:
         changes,
         num_ranks=NUM_RANKS,
         levels=args.levels,
-        level_s=args.level_s,
-        change_every_s=args.change_every_s,
-        hang_s=args.hang_s,
+        level_s=LEVEL_S,
+        change_every_s=CHANGE_EVERY_S,
+        hang_s=HANG_S,
         is_kv_only=True,
         report=report,
     )
-    window_s = len(WINDOWS) * (SETTLE_S + args.measure_s) + DRAIN_S
-    run.run(args.rounds, args.total_s - len(args.measured_levels) * window_s - END_S)
+    window_s = len(WINDOWS) * (SETTLE_S + MEASURE_S) + DRAIN_S
+    run.run(args.rounds, args.total_s - len(MEASURED_LEVELS) * window_s - END_S)
     report()
     print(json.dumps(result["soak"]), flush=True)
     try:
         changes.settle()
-        for level in args.measured_levels:
+        for level in MEASURED_LEVELS:
             result["throughput"].append(compare(args, changes, level))
             print(json.dumps(result["throughput"][-1]), flush=True)
             report()
-        result["status"] = status_of(args.url, args.hang_s)
+        result["status"] = status_of(args.url, HANG_S)
         if result["status"]["ranks_agree"] != 1:
             run.failures.append("ranks disagree after the throughput runs")
         result |= run.compare_records(args.probe)
@@ -96,13 +99,13 @@ def compare(args: argparse.Namespace, changes: PolicyChanges, level: int) -> dic
     load.set_level(level)
     spans = []
     for kind in WINDOWS:
-        changes.force_k(args.fixed_k if kind == "fixed" else NO_FORCED_K)
+        changes.force_k(FIXED_K if kind == "fixed" else NO_FORCED_K)
         time.sleep(SETTLE_S)
         began = time.time()
-        time.sleep(args.measure_s)
+        time.sleep(MEASURE_S)
         spans.append((kind, began, time.time()))
     changes.force_k(NO_FORCED_K)
-    assert load.drain(args.hang_s), f"requests were not answered within {args.hang_s:.0f} s"
+    assert load.drain(HANG_S), f"requests were not answered within {HANG_S:.0f} s"
     assert not load.errors, f"requests failed: {load.errors[:3]}"
     _flush_log(args)
     windows = [{"k": kind} | measured(args.log, began, ended) for kind, began, ended in spans]
@@ -111,7 +114,7 @@ def compare(args: argparse.Namespace, changes: PolicyChanges, level: int) -> dic
     )
     return {
         "requests_in_flight": level,
-        "fixed_k": args.fixed_k,
+        "fixed_k": FIXED_K,
         "windows": windows,
         "steered_over_fixed": round(steered / fixed, 4),
     }
@@ -137,15 +140,15 @@ def _flush_log(args: argparse.Namespace) -> None:
     """Whatever is due is written when a result is processed."""
     time.sleep(1.1 * FLUSH_INTERVAL_S)
     parameters = {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True}
-    post(f"{args.url}/generate", {"input_ids": [5, 6, 7], "sampling_params": parameters}, args.hang_s)
+    post(f"{args.url}/generate", {"input_ids": [5, 6, 7], "sampling_params": parameters}, HANG_S)
 
 
 def _asked(args: argparse.Namespace) -> list[Asked]:
     rng = random.Random(0)
     return [
         Asked(
-            tuple(rng.randrange(3, args.vocabulary) for _ in range(rng.randint(*args.prompt_tokens))),
-            rng.randint(*args.new_tokens),
+            tuple(rng.randrange(3, VOCABULARY) for _ in range(rng.randint(*PROMPT_TOKENS))),
+            rng.randint(*NEW_TOKENS),
         )
         for _ in range(NUM_REQUESTS)
     ]
@@ -177,15 +180,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--total-s", type=float, required=True, help="seconds for everything")
     parser.add_argument("--rounds", type=int, default=50_000, help="end the soak after so many")
     parser.add_argument("--levels", type=int, nargs="+", required=True, help="requests in flight, in turn")
-    parser.add_argument("--level-s", type=float, default=2.5)
-    parser.add_argument("--change-every-s", type=float, default=1.0)
-    parser.add_argument("--hang-s", type=float, default=40.0)
-    parser.add_argument("--measured-levels", type=int, nargs="+", default=[1, 16, 64, 128])
-    parser.add_argument("--measure-s", type=float, default=4.0)
-    parser.add_argument("--fixed-k", type=int, default=3)
-    parser.add_argument("--vocabulary", type=int, default=100_000)
-    parser.add_argument("--prompt-tokens", type=int, nargs=2, default=[50, 300])
-    parser.add_argument("--new-tokens", type=int, nargs=2, default=[100, 600])
     return parser.parse_args()
 
 

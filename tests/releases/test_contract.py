@@ -21,7 +21,15 @@ import sglang
 from policies import TIERS, rule
 
 from draftdial.controller.policy_file import write
-from draftdial.engine_patch import acceptance_replay, compat, dial, kv_only, plugin, steering
+from draftdial.engine_patch import (
+    acceptance_replay,
+    compat,
+    dial,
+    kv_only,
+    one_token_verify,
+    plugin,
+    steering,
+)
 from draftdial.engine_patch.scheduler_signals import (
     HEALTH_CHECK_NEW_TOKENS,
     HEALTH_CHECK_PREFIX,
@@ -31,7 +39,13 @@ from draftdial.engine_patch.settings import POLICY
 
 RELEASE = os.environ["SGLANG_RELEASE"]
 ROOT = Path(sglang.__file__).parent.parent
-HOOKS = [*plugin.hooks(), *compat.hooks(RELEASE), *acceptance_replay.hooks(), *kv_only.hooks()]
+HOOKS = [
+    *plugin.hooks(),
+    *compat.hooks(RELEASE),
+    *acceptance_replay.hooks(),
+    *kv_only.hooks(),
+    *one_token_verify.hooks(RELEASE),
+]
 SRT = "sglang.srt"
 
 TAKES = {
@@ -51,6 +65,14 @@ TAKES = {
     "EAGLEWorkerV2.forward_batch_generation": ["self", "batch"],
     "eagle_sample": ["verify_input", "batch"],
     "EagleDraftWorker._draft_extend_for_decode": ["self", "batch", "batch_result"],
+    "EagleDraftWorker._draft_extend_for_prefill": [
+        "self",
+        "batch",
+        "target_hidden_states",
+        "next_token_ids",
+    ],
+    "FlashAttentionBackend._init_full_cg_decode_metadata": ["self", "forward_batch", "in_capture"],
+    "FlashAttentionBackend.forward_extend": ["self", "q", "k", "v", "layer", "forward_batch"],
 }
 """The positional parameters that the hooks name."""
 
@@ -67,6 +89,24 @@ def test_hooks_find_their_target(hook: compat.Hook) -> None:
     assert [argument.arg for argument in target.args.args][: len(TAKES[name])] == TAKES[name]
     decorators = {ast.unparse(decorator) for decorator in target.decorator_list}
     assert not decorators & {"property", "cached_property", "classmethod", "staticmethod"}
+
+
+@pytest.mark.skipif(RELEASE not in one_token_verify.RELEASES, reason="SGLang's way is kept there")
+def test_the_attention_backend_has_what_one_token_needs() -> None:
+    backend = f"{SRT}.layers.attention.flashattention_backend.FlashAttentionBackend"
+    extend, decode = (function(f"{backend}.{name}").args for name in ("forward_extend", "forward_decode"))
+    assert [each.arg for each in extend.args] == [each.arg for each in decode.args]
+    computed = [each.arg for each in function(f"{backend}._compute_scheduler_metadata").args.args]
+    assert computed == ["self", "batch_size", "max_seq_len_k", "cache_seqlens", "cu_seqlens_q"]
+    assigned = {
+        node.attr
+        for node in ast.walk(class_of(module_of(backend), "FlashAttentionBackend"))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
+    assert assigned >= {
+        *("forward_metadata", "max_context_len", "_sched_meta_buf", "speculative_num_draft_tokens", "topk"),
+        *("fa_impl_ver", "use_mla", "has_swa", "has_local_attention", "is_prefill_aware_swa"),
+    }
 
 
 @pytest.mark.parametrize(
@@ -199,6 +239,7 @@ def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
     config.write_text(json.dumps({"1": {"candidate_steps": list(TIERS)}}))
     monkeypatch.setenv(POLICY, str(path))
     monkeypatch.setattr(compat, "uses_rejection_sampling", lambda worker: False)
+    monkeypatch.setattr(plugin, "dead_targets", lambda settings: [])  # one hook alone is put in place here
     original = runtime.AdaptiveController.__init__
     hook = plugin.hooks()[0]
     HookRegistry.register(hook.target, hook.hook, HookType(hook.kind))
@@ -317,9 +358,12 @@ def test_a_draft_extend_reads_and_leaves_what_kv_only_does() -> None:
     worker = ast.unparse(function(kv_only.TARGET))
     for name in ("logits_output.hidden_states", "next_token_ids", "topk_p", "topk_index", "hidden_states"):
         assert name in worker, name
-    prepare = ast.unparse(function(f"{SRT}.speculative.eagle_worker_common.prepare_for_draft_extend"))
+    is_older = compat.version(RELEASE) < (0, 5, 16)
+    place = "base_spec_worker.EagleDraftWorkerBase" if is_older else "eagle_worker_common"
+    prepare = ast.unparse(function(f"{SRT}.speculative.{place}.prepare_for_draft_extend"))
     assert "batch.seq_lens" in prepare  # positions; slots are the batch's own unless the window is widened
-    assert prepare.count("batch.out_cache_loc = ") == 1 and "batch.out_cache_loc = widened_" in prepare
+    widens = prepare.count("batch.out_cache_loc = ")
+    assert widens == prepare.count("batch.out_cache_loc = widened_") == (0 if is_older else 1)
     pool = class_of(f"{SRT}.mem_cache.memory_pool", "MHATokenToKVPool")
     writes = next(n for n in pool.body if isinstance(n, ast.FunctionDef) and n.name == "set_kv_buffer")
     assert [argument.arg for argument in writes.args.args][3:5] == ["cache_k", "cache_v"]
