@@ -258,11 +258,14 @@ class Dial:
         policy = policy_file.load_policy(file)
         self._tiers.check_policy(policy, file.source)
         has_zero = 0 in policy.tiers and 0 in self.tiers
-        if has_zero and not fits(file.card["off_mode"], self.off_mode):
-            name = OFF_MODE if self.off_mode == "kv-only" else SKIP
+        wanted = file.card["off_mode"]
+        if has_zero and not fits(wanted, self.off_mode):
+            name = OFF_MODE if "kv-only" in (wanted, self.off_mode) else SKIP
+            value = os.environ.get(name)
+            started = f"with {name}={value}" if value else f"without {name}"
             raise UserError(
-                f"{file.source}: off_mode: found {file.card['off_mode']}, allowed: {self.off_mode}, "
-                f"by {name}={os.environ.get(name, '')}"
+                f"{file.source}: off_mode: found {wanted}, allowed: {self.off_mode}: "
+                f"this server was started {started}"
             )
         return Loaded(file, policy)
 
