@@ -130,8 +130,9 @@ class ProfileBuilder:
         """Relative error of `profile` in every held-out timing that the host did not set."""
         found = []
         for cell in self._held_out:
+            host_set = self._measured.host_set(cell)
             for row, timing in cell.rows.items():
-                if row not in self._measured.host_set(cell):
+                if row not in host_set:
                     mode = OFF_MODE_OF_ROW.get(row, "warm")
                     column = 0 if row in OFF_ROWS else profile.tiers.index(int(row.removeprefix("k=")))
                     predicted = profile.round_s(cell.task.batch, round(timing["context"]), mode)[column]

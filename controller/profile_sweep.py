@@ -46,7 +46,7 @@ class Sweep:
         self._kinds = self._all_kinds()
 
     def passes(self, measurements: Measurements) -> Iterator[list[Task]]:
-        """What is left of each pass over everything, then of a last one over what is not settled.
+        """What is left of each pass over everything, then of a last one over what is unsettled or the host's.
 
         Repeats are a pass apart, so that one slow spell of the host does not take both. A list is made when
         it is asked for: what those before it found must be in `measurements` by then.
@@ -58,7 +58,7 @@ class Sweep:
             result.task
             for result in results
             if len(result.repeats) == self.grid.repeats
-            and not (result.is_settled and not measurements.host_set(result))
+            and (not result.is_settled or measurements.host_set(result))
         ]
 
     def tasks(self) -> list[Task]:

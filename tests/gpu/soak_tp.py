@@ -61,7 +61,7 @@ def main() -> int:
         _write(args.out, result)
 
     run = RankSoak(
-        SwingingLoad(args.url, _asked(args)),
+        SwingingLoad(args.url, _asked()),
         changes,
         num_ranks=NUM_RANKS,
         levels=args.levels,
@@ -95,7 +95,7 @@ def main() -> int:
 
 def compare(args: argparse.Namespace, changes: PolicyChanges, level: int) -> dict[str, Any]:
     """Tokens a second of `level` requests in flight: steered, fixed, fixed, steered."""
-    load = SwingingLoad(args.url, _asked(args), aborted_share=0.0)
+    load = SwingingLoad(args.url, _asked(), aborted_share=0.0)
     load.set_level(level)
     spans = []
     for kind in WINDOWS:
@@ -143,7 +143,7 @@ def _flush_log(args: argparse.Namespace) -> None:
     post(f"{args.url}/generate", {"input_ids": [5, 6, 7], "sampling_params": parameters}, HANG_S)
 
 
-def _asked(args: argparse.Namespace) -> list[Asked]:
+def _asked() -> list[Asked]:
     rng = random.Random(0)
     return [
         Asked(

@@ -15,7 +15,7 @@ PREFILL_GRAPHS=${PREFILL_GRAPHS:-64 128 192 256 320 512}
 . "$(dirname "$0")/servers.sh"
 # The host's GPUs are shared: NVLink multicast stays off, so neither do all-reduces other than NCCL's run below.
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
-export SGLANG_SIMULATE_ACC_LEN=${ACC_LEN:-2.5}
+export SGLANG_SIMULATE_ACC_LEN=2.5
 
 # The tests' plugin without what stands in for a GPU beside it, and without what is slow at large batches.
 plugins=$(mktemp -d)
