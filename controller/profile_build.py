@@ -9,34 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from draftdial.controller.cell_timings import Timing
 from draftdial.controller.cost_profile import OFF_MODE_OF_ROW, CostProfile
 from draftdial.controller.errors import UserError
-from draftdial.controller.profile_document import (
-    KV_ONLY_PREFILL,
-    KV_ONLY_ROW,
-    OFF_ROWS,
-    SCHEMA,
-    UNITS,
-    row_names,
-)
-from draftdial.controller.profile_measurements import (
-    APART,
-    IDLE_SHARE,
-    KV_ONLY_PREFILL_TASK,
-    Measurements,
-    Result,
-)
+from draftdial.controller.profile_document import KV_ONLY_ROW, OFF_ROWS, SCHEMA, UNITS, row_names
+from draftdial.controller.profile_measurements import APART, IDLE_SHARE, Measurements, Result
+from draftdial.controller.profile_prefills import measured_prefills, prefill_knots
 from draftdial.controller.profile_provenance import Provenance
 
 EAGER_FACTOR = 1.0
 SIDES = ("speculative", "nospec")
-PREFILL_TASKS = {
-    "nospec": ("prefill", "nospec"),
-    "speculative": ("prefill", "speculative"),
-    KV_ONLY_PREFILL: (KV_ONLY_PREFILL_TASK, "speculative"),
-}
-"""Kind and side of what measures each kind of prefill."""
 
 Cells = dict[int, dict[int, float]]
 """Round time in ms by batch and mean context, of one row."""
@@ -185,27 +166,10 @@ class ProfileBuilder:
         return cell | ({"note": note} if note else {})
 
     def _prefill(self) -> dict[str, list[list[float]]]:
-        measured = self._measured_prefills
+        measured = prefill_knots(self._measured)
         if "speculative" not in measured:
             raise UserError(f"{self._measured.path}: fewer than two sizes of prefill were measured")
         return {"nospec": measured["speculative"]} | measured
-
-    @property
-    def _measured_prefills(self) -> dict[str, list[list[float]]]:
-        """Knots by kind of prefill, where there are two."""
-        knots = {kind: self._knots(kind) for kind in PREFILL_TASKS}
-        return {kind: found for kind, found in knots.items() if len(found) >= 2}
-
-    def _knots(self, prefill: str) -> list[list[float]]:
-        knots = self._prefills(prefill)
-        # More tokens never take less; what is left of it is noise.
-        times = np.maximum.accumulate([knot["period_ms"] for knot in knots])
-        return [[knot["tokens"], round(float(ms), 3)] for knot, ms in zip(knots, times, strict=True)]
-
-    def _prefills(self, prefill: str) -> list[Timing]:
-        results = self._measured.of(*PREFILL_TASKS[prefill])
-        knots = [knot for result in results for knot in result.rows.values()]
-        return sorted(knots, key=lambda knot: knot["tokens"])
 
     @property
     def _chunk(self) -> int:
@@ -223,7 +187,8 @@ class ProfileBuilder:
     @property
     def _eager_ms(self) -> float:
         """What launching a forward pass without a graph takes the host: the smallest prefill's launch."""
-        return round(float(next((knot["launch_ms"] for knot in self._prefills("speculative")), 0.0)), 3)
+        smallest = next(iter(measured_prefills(self._measured, "speculative")), {"launch_ms": 0.0})
+        return round(float(smallest["launch_ms"]), 3)
 
     def _provenance(self, measured: Sequence[int], captured: Sequence[int]) -> Provenance:
         versions = ", ".join(f"{name} {version}" for name, version in self._versions.items())
@@ -239,7 +204,7 @@ class ProfileBuilder:
             host_set=self._host_set,
             failures=[result.failure for result in self._measured.results() if result.failure],
             has_nospec=self._has_nospec,
-            prefills=tuple(self._measured_prefills),
+            prefills=tuple(prefill_knots(self._measured)),
         )
 
 
