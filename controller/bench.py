@@ -7,12 +7,15 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
+from draftdial.controller.bench_adjust import adjusted
 from draftdial.controller.bench_arms import ALLOWED, NO_SPEC, Arm, SteeredArms
 from draftdial.controller.bench_checks import check_domains, check_lengths
 from draftdial.controller.bench_loads import PER_SLOT
 from draftdial.controller.bench_report import cells, table, write_report
 from draftdial.controller.bench_runs import Bench, Limits
+from draftdial.controller.bench_switchback import SwitchbackBench
 from draftdial.controller.bench_work import DEFAULTS, Work
 from draftdial.controller.errors import UserError
 from draftdial.controller.number_arguments import count, counts, positive, positives, share, span
@@ -71,11 +74,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--repeats", type=count, default=3, help="(%(default)s)")
     parser.add_argument(
+        "--switchback",
+        type=positive,
+        metavar="S",
+        help="with --closed: one load that does not end, --repeats turns of S seconds for each arm",
+    )
+    parser.add_argument(
         "--drop",
         type=share,
         metavar="SHARE",
-        help="from the second repeat on, leave out an arm under a load where its best throughput so far is "
-        "more than this below the best arm's lowest (none)",
+        help="leave out an arm under a load in later repeats where its best throughput so far is more than "
+        "this below the best arm's lowest; with --switchback, where its interval is (none)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the first repeat's requests (%(default)s)")
     parser.add_argument(
@@ -112,21 +121,24 @@ def run(args: argparse.Namespace) -> int:
     for url in filter(None, (args.url, args.no_spec)):
         check_lengths(work, Server(url, args.api_key))
     limits = Limits(args.slo_ttft, args.slo_tpot, args.timeout)
-    bench = Bench(
-        steered,
-        arms,
-        work,
-        args.out,
-        limits=limits,
-        drop=args.drop,
-        api_key=args.api_key,
-        no_spec=args.no_spec,
-    )
+    options: dict[str, Any] = {
+        "limits": limits,
+        "drop": args.drop,
+        "api_key": args.api_key,
+        "no_spec": args.no_spec,
+    }
+    bench = Bench(steered, arms, work, args.out, **options)
+    if args.switchback is not None:
+        if args.rates or args.swing or args.trace:
+            raise UserError("--switchback: found --rates, --swing or --trace, allowed: --closed alone")
+        bench = SwitchbackBench(steered, arms, work, args.out, window_s=args.switchback, **options)
     try:
         document = bench.measured(baseline)
     except ServerRefused as refused:
         print(f"draftdial: bench: {steered.server.url}: {refused}", file=sys.stderr)
         return 1
+    if args.switchback is not None:
+        document["runs"] = adjusted(document["runs"])
     document["cells"] = cells(document["runs"], baseline)
     bench.write(document)
     written = write_report(document, args.out)

@@ -93,11 +93,11 @@ class SteeredArms:
                 raise UserError(f"--arms: {arm.name}: k = {k}, allowed: {', '.join(map(str, tiers))}")
         self._own = self._own_policy(arms, deployed)
 
-    def set(self, arm: Arm) -> None:
+    def set(self, arm: Arm, *, keeps_memory: bool = False) -> None:
         """Let `arm` steer; the server is asked only for what is not so yet.
 
-        A policy is deployed even where it is there, so that every run begins with an empty memory. Fixed k,
-        off and SGLang's rule depend on no policy, so whichever is there may stay.
+        A policy is deployed even where it is there, so that every run begins with an empty memory, unless
+        `keeps_memory`. Fixed k, off and SGLang's rule depend on no policy, so whichever is there may stay.
 
         Raises:
             ServerRefused: the server did not do it.
@@ -105,7 +105,9 @@ class SteeredArms:
         self._switch(arm.mode, arm.forced_k)
         file = arm.policy or self._own
         if arm.is_policy and file is not None:
-            self._deploy(file)
+            is_there = self._now["policy_sha256"] == sha256_of(file.data)
+            if not (keeps_memory and is_there):
+                self._deploy(file)
 
     def status(self) -> dict[str, Any]:
         return self.server.replicas()[0]

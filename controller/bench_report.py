@@ -13,10 +13,14 @@ from typing import Any
 import numpy as np
 
 from draftdial.controller.files import atomic_write
+from draftdial.controller.signals import FloatArray
 
 SCHEMA = "draftdial.bench/1"
+ADJUSTED = "adjusted_tok_s"
+"""Throughput of a turn, see `bench_adjust`."""
 _COLUMNS = (
     ("output tok/s", "output_tok_s", 1.0, ".0f"),
+    ("adjusted", ADJUSTED, 1.0, ".0f"),
     ("TTFT ms", "ttft_mean_s", 1e3, ".0f"),
     ("p99", "ttft_p99_s", 1e3, ".0f"),
     ("TPOT ms", "tpot_mean_s", 1e3, ".2f"),
@@ -33,8 +37,9 @@ Run = dict[str, Any]
 def cells(runs: Sequence[Run], baseline: str) -> list[dict[str, Any]]:
     """Every arm under every load: mean figures over the repeats, and its cost relative to `baseline`.
 
-    Cost is mean E2E in open loop and 1 / output tok/s in closed loop, so a ratio below 1 is better. Repeats
-    are paired: the same requests; one that only one of the two ran is in the means alone. The interval is
+    Cost is mean E2E in open loop and 1 / output tok/s in closed loop (of turns, as `bench_adjust` has it), so
+    a ratio below 1 is better. Repeats are paired: the same requests, or turns of one cycle; one that only one
+    of the two ran is in the means alone. The interval is
     Student's t on the logs, 95 %, of that pair alone; it needs two repeats. Runs with failed requests are
     void and in none of it.
     """
@@ -62,8 +67,11 @@ def table(document: dict[str, Any]) -> str:
     for load in dict.fromkeys((cell["workload"], cell["load"]) for cell in document["cells"]):
         rows = [cell for cell in document["cells"] if (cell["workload"], cell["load"]) == load]
         title = " ".join(str(part) for part in load if part is not None)
-        header = ["arm", *(name for name, *_ in _COLUMNS), f"cost / {baseline}", "95 % interval", "failed"]
-        texts = [header, *map(_row, rows)]
+        columns = [
+            column for column in _COLUMNS if any(column[1] in cell.get("metrics", ()) for cell in rows)
+        ]
+        header = ["arm", *(name for name, *_ in columns), f"cost / {baseline}", "95 % interval", "failed"]
+        texts = [header, *(_row(cell, columns) for cell in rows)]
         if len({cell["repeats"] for cell in rows}) > 1:
             for text, found in zip(texts, ["repeats", *(str(cell["repeats"]) for cell in rows)], strict=True):
                 text.append(found)
@@ -84,18 +92,26 @@ def write_report(document: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def _means(runs: Sequence[Run]) -> dict[str, float]:
-    names = [name for name, value in runs[0].items() if isinstance(value, float) and name != "load"]
-    return {name: float(np.mean([run[name] for run in runs])) for name in names}
+    names = set.intersection(*({name for name in run if isinstance(run[name], float)} for run in runs))
+    names -= {"load"}
+    return {name: float(np.mean([run[name] for run in runs])) for name in runs[0] if name in names}
 
 
 def _cost(run: Run) -> float:
-    return float(run["e2e_mean_s"] if run["mode"] == "open" else 1 / run["output_tok_s"])
+    if run["mode"] == "open":
+        return float(run["e2e_mean_s"])
+    return 1 / float(run[ADJUSTED if ADJUSTED in run else "output_tok_s"])
+
+
+def paired_logs(runs: Sequence[Run], others: Sequence[Run]) -> FloatArray:
+    """Log of the ratio of costs, for each repeat that both ran without a failed request."""
+    costs = {run["repeat"]: _cost(run) for run in others if not run["failed"]}
+    return np.array([math.log(_cost(run) / costs[run["repeat"]]) for run in runs if run["repeat"] in costs])
 
 
 def _versus(runs: Sequence[Run], baseline: Sequence[Run]) -> dict[str, float | None] | None:
     """Ratio of costs and its interval; None where no repeat has both."""
-    costs = {run["repeat"]: _cost(run) for run in baseline if not run["failed"]}
-    logs = np.array([math.log(_cost(run) / costs[run["repeat"]]) for run in runs if run["repeat"] in costs])
+    logs = paired_logs(runs, baseline)
     if not len(logs):
         return None
     low = high = None
@@ -110,9 +126,9 @@ def _versus(runs: Sequence[Run], baseline: Sequence[Run]) -> dict[str, float | N
     }
 
 
-def _row(cell: dict[str, Any]) -> list[str]:
+def _row(cell: dict[str, Any], columns: Sequence[tuple[str, str, float, str]]) -> list[str]:
     metrics, versus = cell.get("metrics"), cell["vs_baseline"]
-    figures = [format(factor * metrics[key], form) if metrics else "-" for _, key, factor, form in _COLUMNS]
+    figures = [format(factor * metrics[key], form) if metrics else "-" for _, key, factor, form in columns]
     ratio = f"{versus['ratio']:.3f}" if versus else "-"
     known = versus and versus["low"] is not None
     interval = f"{versus['low']:.3f} to {versus['high']:.3f}" if known else "-"

@@ -8,7 +8,8 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -50,6 +51,9 @@ class Limits:
 
 class Bench:
     """All runs of one benchmark; the document on disk grows with each."""
+
+    more_options: Mapping[str, Any] = {}
+    """That the document keeps."""
 
     def __init__(
         self,
@@ -114,7 +118,8 @@ class Bench:
             "off_mode": "as-served",
             "server": {key: facts.get(key) for key in shown} | {"status": status},
             "options": self.work.options
-            | {"slo_ttft": self.limits.ttft_s, "slo_tpot": self.limits.tpot_s, "drop": self._drop},
+            | {"slo_ttft": self.limits.ttft_s, "slo_tpot": self.limits.tpot_s, "drop": self._drop}
+            | dict(self.more_options),
             "arms": [*self.arms, *([NO_SPEC] if self._other else [])],
             "policies": {
                 name: sha256_of(arm.policy.data) for name, arm in self.arms.items() if arm.policy is not None
@@ -127,15 +132,9 @@ class Bench:
 
     def _run(self, document: dict[str, Any]) -> None:
         """Every arm under every load in every repeat: arms in an order that rotates."""
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
         work, arms = self.work, document["arms"]
         in_play = {load.label: arms for load in work.loads}
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        console = Console(stderr=True)
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-            bar = progress.add_task("warm-up", total=len(work.seeds) * len(work.loads) * len(arms))
+        with progress_bar(len(work.seeds) * len(work.loads) * len(arms)) as (progress, bar):
             self._warm_up(arms)
             document["server"]["idle_request"] = self._idle_request()
             for repeat, seed in enumerate(work.seeds):
@@ -160,10 +159,13 @@ class Bench:
             return names
         place = (load.workload, load.value)
         runs = [run for run in document["runs"] if (run["workload"], run["load"]) == place]
-        dropped = out_of_reach(runs, self._drop) - {document["baseline"], "steer", NO_SPEC}
+        dropped = self._out(runs, self._drop) - {document["baseline"], "steer", NO_SPEC}
         if gone := [name for name in names if name in dropped]:
             print(f"draftdial: {load.label}: left out from here on: {', '.join(gone)}", file=sys.stderr)
         return [name for name in names if name not in dropped]
+
+    def _out(self, runs: Sequence[Run], share: float) -> set[str]:
+        return out_of_reach(runs, share)
 
     def _warm_up(self, names: Sequence[str]) -> None:
         lengths = lengths_of(self.work.options["lengths"])
@@ -198,8 +200,7 @@ class Bench:
         before = self.steered.status_of(arm) if arm is not None else {}
         result = self._send(server, requests, seed)
         after = self.steered.status() if arm is not None else {}
-        if after.get("kv_only_fallback") != before.get("kv_only_fallback"):
-            raise ServerRefused(f"its off mode kv-only fell back to warm: {after['kv_only_fallback']}")
+        check_off_mode(before, after)
         if result.errors:
             flush_cache(server)  # as soon as it is idle: what the client gave up may be running
         for i, error in list(result.errors.items())[:SHOWN_ERRORS]:
@@ -223,6 +224,24 @@ class Bench:
 
     def _server(self, name: str) -> Server:
         return self._other if name == NO_SPEC and self._other is not None else self.steered.server
+
+
+@contextmanager
+def progress_bar(total: int) -> Iterator[tuple[Any, Any]]:
+    """A `rich` progress on a terminal, and its one task."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield progress, progress.add_task("warm-up", total=total)
+
+
+def check_off_mode(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """ServerRefused if the server's k = 0 became another between two statuses."""
+    if after.get("kv_only_fallback") != before.get("kv_only_fallback"):
+        raise ServerRefused(f"its off mode kv-only fell back to warm: {after['kv_only_fallback']}")
 
 
 def out_of_reach(runs: Sequence[Run], share: float) -> set[str]:

@@ -60,21 +60,23 @@ def load_plots(document: dict[str, Any]) -> dict[str, bytes]:
         }
         if not workloads:
             continue
-        figure = Figure(figsize=(4.2 * len(workloads) + 2, 9), layout="constrained")
-        panels = figure.subplots(3, len(workloads), squeeze=False, sharex="col")
+        labels = _LOAD_LABELS if all("e2e_mean_s" in row["metrics"] for row in group) else _LOAD_LABELS[1:]
+        figure = Figure(figsize=(4.2 * len(workloads) + 2, 3 * len(labels)), layout="constrained")
+        panels = figure.subplots(len(labels), len(workloads), squeeze=False, sharex="col")
         for column, (workload, cells) in zip(panels.T, workloads.items(), strict=True):
             no_spec = {row["load"]: cost(row) for row in cells if row["policy"] == "no-spec"}
-            _draw_over_load(column[0], cells, lambda row: row["metrics"]["e2e_mean_s"], styles)
-            _draw_over_load(column[1], cells, lambda row: row["metrics"]["output_tok_s"], styles)
+            if labels is _LOAD_LABELS:
+                _draw_over_load(column[0], cells, lambda row: row["metrics"]["e2e_mean_s"], styles)
+            _draw_over_load(column[-2], cells, lambda row: row["metrics"]["output_tok_s"], styles)
             compared = [
                 row | {"speed_up": no_spec[row["load"]] / cost(row)}
                 for row in cells
                 if row["load"] in no_spec
             ]
-            _draw_over_load(column[2], compared, lambda row: row["speed_up"], styles)
+            _draw_over_load(column[-1], compared, lambda row: row["speed_up"], styles)
             column[0].set_title(workload)
-            column[2].set_xlabel("utilisation" if mode == "open" else "concurrency (requests)")
-        for axes, label in zip(panels[:, 0], _LOAD_LABELS, strict=True):
+            column[-1].set_xlabel("utilisation" if mode == "open" else "concurrency (requests)")
+        for axes, label in zip(panels[:, 0], labels, strict=True):
             axes.set_ylabel(label)
         figure.suptitle(f"{profile}, {mode} loop, off-{off_mode}")
         figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside right center", frameon=False)

@@ -13,6 +13,7 @@ import json
 import ssl
 import urllib.parse
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from draftdial.controller.errors import UserError
@@ -20,6 +21,7 @@ from draftdial.controller.errors import UserError
 _END_OF_HEAD = b"\r\n\r\n"
 _END_OF_EVENT = b"\n\n"
 _DONE = b"data: [DONE]"
+_TOKENS = b'"completion_tokens":'
 _MOST_ERROR = 300
 
 
@@ -37,10 +39,33 @@ class Answer:
     """Why there is no whole answer; empty where there is."""
 
 
+@dataclass
+class Delivered:
+    """What has come so far of all answers of a client."""
+
+    tokens: int = 0
+    """Output tokens by the server's count."""
+    begun: int = 0
+    """Answers of which something has come."""
+
+    def count(self, answer: Answer, event: bytes) -> None:
+        """Add what `event` brings of `answer`; what says nothing of tokens brings none."""
+        at = event.rfind(_TOKENS) + len(_TOKENS)
+        if at < len(_TOKENS):
+            return
+        tokens = int(event[at : at + 12].replace(b"}", b",").split(b",", 1)[0])
+        self.begun += not answer.tokens
+        self.tokens += tokens - answer.tokens
+        answer.tokens = tokens
+
+
 class StreamClient:
     """Keeps connections open and uses each for one request at a time."""
 
-    def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
+    def __init__(
+        self, url: str, api_key: str | None, timeout_s: float, delivered: Delivered | None = None
+    ) -> None:
+        """`delivered` is kept up to date with every event, which costs some time for each."""
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError(f"{url}: not the URL of a server, allowed: such as http://127.0.0.1:30000")
@@ -53,6 +78,7 @@ class StreamClient:
             f"POST {parts.path.rstrip('/')}/generate HTTP/1.1\r\nHost: {parts.netloc}\r\n"
             f"Content-Type: application/json\r\n{secret}Content-Length: "
         )
+        self._delivered = delivered
         self._idle: list[_Connection] = []
 
     async def generate(self, body: dict[str, Any]) -> Answer:
@@ -86,7 +112,9 @@ class StreamClient:
                 if answer.first_s:
                     raise
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=self._tls)
+        _, connection = await loop.create_connection(
+            partial(_Connection, self._delivered), self._host, self._port, ssl=self._tls
+        )
         await self._use(connection, message, answer)
 
     async def _use(self, connection: _Connection, message: bytes, answer: Answer) -> None:
@@ -102,8 +130,9 @@ class StreamClient:
 class _Connection(asyncio.Protocol):
     """One exchange at a time: a request out, a response of events in chunks back."""
 
-    def __init__(self) -> None:
+    def __init__(self, delivered: Delivered | None) -> None:
         self.is_open = False
+        self._delivered = delivered
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -217,6 +246,8 @@ class _Connection(asyncio.Protocol):
                 if not self._last_event:
                     self._answer.first_s = self._answer.last_s
                 self._last_event = event
+                if self._delivered is not None:
+                    self._delivered.count(self._answer, event)
 
     def _finish(self) -> None:
         """Read the outcome off the last event."""

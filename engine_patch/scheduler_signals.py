@@ -6,6 +6,7 @@ come and go, running ones while a result is processed, after the next launch.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -50,8 +51,11 @@ class SchedulerSignals:
         """Of the newest row."""
         self.resyncs = 0
         """Times that the queue lost requests unseen (aborts) and was counted anew."""
+        self.processed_s = 0.0
+        """When the newest result had been read, by the monotonic clock; 0 before the first."""
         self._num_requests = 0
         self._num_probes = 0
+        self._tokens_of_finished = 0
         self._waiting: OrderedDict[str, Any] = OrderedDict()
         self._waiting_tokens = 0
         self._gone: list[Any] = []
@@ -145,6 +149,7 @@ class SchedulerSignals:
                     self._num_probes -= tracked.is_probe
                     if not tracked.is_probe:
                         finished.append(req)
+                        self._tokens_of_finished += _output_tokens(req)
         if is_decode:
             self._num_finished += len(finished)
         self._num_live, self._context_tokens = 0, 0
@@ -152,7 +157,13 @@ class SchedulerSignals:
             self._num_live += 1
             self._context_tokens += len(req.origin_input_ids) + len(req.output_ids)
         over, self._gone = finished + self._gone, []
+        self.processed_s = time.perf_counter()
         return over
+
+    def output_tokens(self) -> int:
+        """Of all requests up to the newest result, also of those that go on; without probes. O(requests)."""
+        live = [*self._live(), *self._scheduler.waiting_queue]  # those that were sent back keep theirs
+        return self._tokens_of_finished + sum(len(req.output_ids) for req in live if not is_probe(req))
 
     def recount(self) -> dict[str, int]:
         """The running totals counted from nothing, to compare with `totals`; a debugging aid, O(requests)."""
@@ -240,12 +251,19 @@ class SchedulerSignals:
             self._num_probes -= req.draftdial.is_probe
             if not req.draftdial.is_probe:
                 self._gone.append(req)
+                self._tokens_of_finished += _output_tokens(req)
 
 
 def is_probe(req: Any) -> bool:
     """Is `req` a health check or the server's warm-up?"""
     tracked = getattr(req, "draftdial", None)
     return tracked is not None and tracked.is_probe
+
+
+def _output_tokens(req: Any) -> int:
+    """Of a request that is over, without what its last round made beyond the end."""
+    end = getattr(req, "finished_len", None)
+    return len(req.output_ids) if end is None else int(end)
 
 
 def unfilled_tokens(req: Any) -> int:

@@ -15,6 +15,7 @@ from draftdial.engine_patch.control_keys import NO_FORCED_K
 from draftdial.engine_patch.dial import Dial
 from draftdial.engine_patch.kv_only import KvOnly
 from draftdial.engine_patch.prediction import Prediction
+from draftdial.engine_patch.scheduler_signals import SchedulerSignals
 
 MAX_TEXT = 500
 """Characters of a free text, so that the whole stays below 10 kB."""
@@ -61,6 +62,7 @@ def _active(dial: Dial) -> dict[str, Any]:
         "switches": counters.switches,
         **{f"rounds_at_k.{k}": rounds for k, rounds in counters.rounds_at_k.items()},
         **{f"seconds_at_k.{k}": seconds for k, seconds in counters.seconds_at_k.items()},
+        **_output(dial.signals),
         "observed": counters.observed,
         "drafted": counters.drafted,
         "wasted": counters.wasted,
@@ -90,6 +92,12 @@ def _active(dial: Dial) -> dict[str, Any]:
     if dial.shadow is not None:
         status |= {f"shadow.{name}": value for name, value in dial.shadow.summary().items()}
     return status
+
+
+def _output(signals: SchedulerSignals | None) -> Status:
+    if signals is None:
+        return {}
+    return {"output_tokens": signals.output_tokens(), "processed_s": signals.processed_s}
 
 
 def _kv_only(kv_only: KvOnly | None) -> Status:

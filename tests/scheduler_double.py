@@ -37,6 +37,7 @@ class Request:
         self.origin_input_ids = [0] * num_prompt
         self.output_ids: list[int] = []
         self.finished_reason: Any = None
+        self.finished_len: int | None = None
         self.is_retracted = False
         self.extend_end: int | None = None
         self.sampling_params = SimpleNamespace(max_new_tokens=num_output)
@@ -151,6 +152,7 @@ class SchedulerDouble:
         request.output_ids += [0] * num_tokens
         if len(request.output_ids) >= request.sampling_params.max_new_tokens:
             request.finished_reason = "length"
+            request.finished_len = request.sampling_params.max_new_tokens
 
     def _merge(self) -> None:
         self.running_batch.reqs = [*self.running_batch.reqs, *self._joining]

@@ -137,10 +137,11 @@ def test_a_finished_request_still_in_the_batch_is_not_counted_twice() -> None:
 def test_running_totals_equal_a_count_from_nothing(lag: int) -> None:
     rng = random.Random(lag)
     scheduler = SchedulerDouble(lag)
+    requests = []
     for number in range(2000):
         action = rng.random()
         if action < 0.3:
-            scheduler.queue(f"r{number}", rng.randrange(1, 40), rng.randrange(1, 12))
+            requests.append(scheduler.queue(f"r{number}", rng.randrange(1, 40), rng.randrange(1, 12)))
         elif action < 0.45 and scheduler.waiting_queue:
             count = rng.randrange(1, len(scheduler.waiting_queue) + 1)
             scheduler.prefill(*scheduler.waiting_queue[:count])
@@ -152,8 +153,10 @@ def test_running_totals_equal_a_count_from_nothing(lag: int) -> None:
             if running:
                 scheduler.retract(rng.choice(running))
         else:
-            scheduler.decode()
+            scheduler.decode(rng.randrange(4))
             assert scheduler.signals.totals() == scheduler.signals.recount()
+            kept = [min(len(r.output_ids), r.sampling_params.max_new_tokens) for r in requests]
+            assert scheduler.signals.output_tokens() == sum(kept), "also of those that left the queue"
     assert scheduler.signals.round_id > 500 and scheduler.signals.resyncs > 10
 
 

@@ -30,6 +30,10 @@ class OneBatch:
         self.values.num_running[0], self.values.max_running[0] = 2, 8
         self.values.mean_context_tokens[0] = 700
         self.round_id = -1
+        self.processed_s = 0.0
+
+    def output_tokens(self) -> int:
+        return 12
 
     def is_probe_round(self, batch_size: int) -> bool:
         return False

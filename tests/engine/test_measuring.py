@@ -144,6 +144,49 @@ def test_arms_are_compared_and_the_server_is_put_back(
     ]
 
 
+def test_arms_switch_back_and_forth_under_one_load(
+    steered: SteeredServer, reference: Reference, tmp_path: Path
+) -> None:
+    lengths = tmp_path / "lengths.csv"
+    lengths.write_text("arrival_s,input_tokens,output_tokens\n0,20,12\n0.1,40,8\n0.2,9,16\n0.3,30,10\n")
+    before = steered.status()
+    done = steered.command(
+        *("bench", steered.url, "--arms", "steer", "off", "fixed-3", "--no-spec", reference.server.url),
+        *("--closed", "1,4", "--switchback", "0.6", "--repeats", "1", "--requests", "8"),
+        *("--lengths", f"trace:{lengths}", "--out", str(tmp_path / "b")),
+    )
+    assert done.returncode == 0, done
+    document = json.loads((tmp_path / "b" / "bench.json").read_text())
+    turns = document["runs"]
+    assert len(turns) == 2 * 4 and {turn["failed"] for turn in turns} == {0}
+    assert document["options"]["switchback"] == 0.6
+    for turn in turns:
+        assert turn["output_tok_s"] > 0 and 0.6 <= turn["window_s"] < 2
+        ran = {k for k, rounds in turn.get("rounds_at_k", {}).items() if rounds}
+        assert turn["arm"] not in ("off", "fixed-3") or ran == {turn["arm"].replace("off", "0")[-1]}
+    # At one request in flight and k = 0, every round makes a token, and every prefill.
+    [turn] = [turn for turn in turns if turn["arm"] == "off" and turn["load"] == 1.0]
+    assert turn["output_tok_s"] * turn["window_s"] == pytest.approx(turn["rounds"] + turn["requests"], abs=4)
+    after = steered.status()
+    assert [after[name] for name in ("mode", "forced_k", "policy_sha256")] == [
+        before[name] for name in ("mode", "forced_k", "policy_sha256")
+    ]
+    for server in (steered, reference.server):  # neither is left paused, nor with what was given up
+        assert tokens_of(Sending(server, [Request((5, 6, 7), 8)]).answers())
+        assert Server(server.url).post("/flush_cache", {})
+
+
+def test_a_server_counts_the_output_tokens_that_clients_get(
+    steered: SteeredServer, reference: Reference
+) -> None:
+    before = steered.status()["output_tokens"]
+    steered.set(draftdial_force_k=3)
+    requests = reference.choose(random_requests(seed=72), 8)
+    tokens = tokens_of(Sending(steered, requests).answers())
+    steered.set(draftdial_force_k=-1)
+    assert steered.status()["output_tokens"] - before == sum(map(len, tokens))
+
+
 def test_requests_that_fail_fail_the_benchmark(steered: SteeredServer, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     # The third one has a token id that does not fit 64 bits: every release refuses it at the door.

@@ -4,13 +4,15 @@
 # answer what the other server answers. A PART is one of
 #   profile                    a cost profile of both servers at once, and a policy trained on it
 #   off-modes                  what a round takes in each off mode
-#   {good,mixed,poor}-{low,high}[:C,C...], swing      the policy, every fixed k and both servers under load
+#   {good,mixed-low,mixed-high,poor}[:C,C...]     arms switch back and forth: the policy, every fixed k and both servers
+#   adaptive[:C,C...]                             the same of the policy and SGLang's rule at its defaults, acceptance good
+#   swing                                         an open loop, run by run
 # Without the part `profile`, the profile is the shipped one and the policy INPUT's. INPUT holds
 #   start.safetensors                                       a policy of this server's tiers
 #   acceptance/{chat,code,finance,maths,poor,reasoning}.jsonl                  (draftdial export-acceptance)
-#   lengths.csv, long.csv, swing.csv                                           (tests/gpu/short_requests.py)
-# REPEATS (1) of every load, with seeds from SEED (100) on; ARMS: other than all that may win. TRAIN_SITE: packages that
-# training needs beyond those on the Python path.
+#   long.csv, swing.csv                                                        (tests/gpu/short_requests.py)
+# REPEATS (9) of every load, turns of TURN_S seconds (0.75), with seeds from SEED (100) on; ARMS: other than all that may
+# win. TRAIN_SITE: packages that training needs beyond those on the Python path.
 # Leaves in OUT: h200-llama3-8b.json (the profile) and its measurements, policy.safetensors, off-500.json, off-2000.json,
 # host.jsonl (how slow the host was, and when), and PART/bench.json, which is whole at any time. Exit status 3 if the host
 # is too slow (SLOW_HOST=go: never mind), 4 if answers differ.
@@ -18,7 +20,7 @@ set -uo pipefail
 input=$1 out=$2
 shift 2
 for part in "$@"; do
-  [[ $part =~ ^(profile|off-modes|(good|mixed|poor)-(low|high)(:[0-9,]+)?|swing)$ ]] || { echo "no such part: $part"; exit 2; }
+  [[ $part =~ ^(profile|off-modes|(good|mixed-low|mixed-high|poor|adaptive)(:[0-9,]+)?|swing)$ ]] || { echo "no such part: $part"; exit 2; }
 done
 . "$(dirname "$0")/servers.sh"
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
@@ -80,33 +82,32 @@ deploy() {
   is_deployed=yes
 }
 
+arms=${ARMS:-steer off fixed-1 fixed-2 fixed-3 fixed-5 fixed-7}
 adaptive=policy:$out/sglang-adaptive.safetensors
-few=${ARMS:-steer off fixed-1 fixed-2 fixed-3 $adaptive}
-good=chat,code,reasoning mixed=finance,maths,chat,code,reasoning
-high="--per-slot 2 --requests 10 --lengths trace:$input/long.csv --arms $few"
-low="--per-slot 3 --requests 10 --lengths trace:$input/lengths.csv --arms $few"
+good="--domains chat,code,reasoning" mixed="--domains finance,maths,chat,code,reasoning"
 swing=$(($(wc -l <"$input/swing.csv") - 1))
 load() {
-  local closed how
+  local low=1,2,4,8,16,32 high=64,128,192,256 all how
   case $1 in
-    *:*) closed="--closed ${1#*:}" ;;
-    *-high) closed="--closed 256,192,128,64" ;;
-    *) closed="--closed 1,2,4,8,16,32" ;;
+    *:*) all=${1#*:} ;;
+    *-low) all=$low ;;
+    *-high) all=$high ;;
+    *) all=$low,$high ;;
   esac
+  local closed="--closed $all --requests 10 --per-slot 3 --lengths trace:$input/long.csv"
+  local turns="$closed --switchback ${TURN_S:-0.75} --repeats ${REPEATS:-9} --drop 0.03"
   case ${1%:*} in
-    good-high) how="--domains $good $closed $high fixed-5 --no-spec $plain_url" ;;
-    good-low) how="--domains $good $closed $low fixed-5 fixed-7 --no-spec $plain_url" ;;
-    mixed-high) how="--domains $mixed --domain-span 40:160 $closed $high fixed-5" ;;
-    mixed-low) how="--domains $mixed --domain-span 6:20 $closed $low fixed-5 fixed-7" ;;
-    poor-high) how="--domains poor $closed $high --no-spec $plain_url" ;;
-    poor-low) how="--domains poor $closed $low --no-spec $plain_url" ;;
+    good) how="$turns $good --arms $arms --no-spec $plain_url" ;;
+    mixed-low) how="$turns $mixed --domain-span 3:10 --arms $arms --no-spec $plain_url" ;;
+    mixed-high) how="$turns $mixed --domain-span 40:160 --arms $arms --no-spec $plain_url" ;;
+    poor) how="$turns --domains poor --arms $arms --no-spec $plain_url" ;;
+    adaptive) how="$turns $good --switchback ${ADAPTIVE_TURN_S:-2} --arms steer $adaptive" ;;
     swing)
-      how="--domains $mixed,poor --domain-span 40:120 --trace $input/swing.csv --requests $swing --no-spec $plain_url"
-      how="$how --arms $few policy:$out/threshold.safetensors"
+      how="--trace $input/swing.csv --requests $swing $mixed,poor --domain-span 40:120"
+      how="$how --repeats ${REPEATS:-9} --arms $arms policy:$out/threshold.safetensors $adaptive --no-spec $plain_url"
       ;;
   esac
-  $dial bench $url $how --baseline steer --deployed "$policy" --repeats "${REPEATS:-1}" --drop 0.4 --seed "${SEED:-100}" \
-    --out "$out/$1" >"$out/$1.txt" 2>&1
+  $dial bench $url $how --baseline steer --deployed "$policy" --seed "${SEED:-100}" --out "$out/$1" >"$out/$1.txt" 2>&1
 }
 
 for part in "$@"; do

@@ -1,11 +1,11 @@
-"""Writes FOLDER/lengths.csv, long.csv and swing.csv, traces of made-up requests that are short to serve.
+"""Writes FOLDER/long.csv and swing.csv, traces of made-up requests.
 
 python3 tests/gpu/short_requests.py FOLDER
 
-Prompts and answers are log-normal around 128 tokens, sigma 0.5, prompts within 16 and 512, answers within 32
-and 384. `lengths.csv` has 4,000 of them, for `--lengths trace:`; in `long.csv` answers are of about 320,
-within 96 and 512, so that a loaded server decodes most of the time and reads prompts less; `swing.csv` is
-12 s of Poisson arrivals for `--trace`: 3 s at 12 requests a second, 3 s at 80, and again.
+Prompts are log-normal around 128 tokens, sigma 0.5, within 16 and 512. In `long.csv`, 4,000 requests for
+`--lengths trace:`, answers are so around 640 tokens, within 128 and 1,536: a server decodes most of the time.
+In `swing.csv`, 12 s of Poisson arrivals for `--trace`, 3 s at 12 requests a second, 3 s at 80, and again,
+they are around 128, within 32 and 384.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 SEED = 20261130
-MEDIAN, LONG_MEDIAN, SIGMA = 128, 320, 0.5
+MEDIAN, LONG_MEDIAN, SIGMA = 128, 640, 0.5
 RATES, DWELL_S, SWING_S = (12, 80), 3.0, 12.0
 START = datetime(2026, 11, 30)
 
@@ -35,7 +35,7 @@ def write(
     """A trace in the format of the Azure traces."""
     num = len(arrivals_s)
     prompts = tokens(rng, num, 16, 512)
-    answers = tokens(rng, num, 96, 512, LONG_MEDIAN) if is_long else tokens(rng, num, 32, 384)
+    answers = tokens(rng, num, 128, 1536, LONG_MEDIAN) if is_long else tokens(rng, num, 32, 384)
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["TIMESTAMP", "ContextTokens", "GeneratedTokens"])
@@ -55,6 +55,5 @@ def swing(rng: np.random.Generator) -> list[float]:
 
 if __name__ == "__main__":
     folder, rng = Path(sys.argv[1]), np.random.default_rng(SEED)
-    write(folder / "lengths.csv", [0.01 * i for i in range(4000)], rng)
     write(folder / "swing.csv", swing(rng), rng)
     write(folder / "long.csv", [0.01 * i for i in range(4000)], rng, is_long=True)

@@ -1,0 +1,210 @@
+"""A benchmark that switches back and forth: arms take turns of a second under a load that does not end.
+
+What a machine does for minutes, such as a slow host, then falls on all arms alike, and all arms serve the
+same requests. Switchback experiments compare policies of marketplaces and of networks in the same way
+(Bojinov, Simchi-Levi, Zhao 2023, "Design and Analysis of Switchback Experiments").
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+import numpy as np
+
+from draftdial.controller.bench_adjust import adjusted
+from draftdial.controller.bench_loads import Load
+from draftdial.controller.bench_metrics import policy_figures
+from draftdial.controller.bench_report import ADJUSTED, Run, paired_logs
+from draftdial.controller.bench_runs import Bench, check_off_mode, progress_bar
+from draftdial.controller.bench_work import fingerprint
+from draftdial.controller.endless_load import EndlessLoad
+from draftdial.controller.errors import UserError
+from draftdial.controller.measured_server import flush_cache
+from draftdial.engine_patch.client import Server, ServerRefused
+
+SETTLE_S = 0.2
+"""Between a switch and what is counted: rounds that were under way, and what a tier's first rounds cost."""
+WARM_UP_BEGUN = 2
+"""Requests of each slot that begin before anything is counted, so that their ages mix."""
+LEAST_TURNS = 3
+"""Of every arm before one may be left out."""
+
+
+class SwitchbackBench(Bench):
+    """Every run is a turn: `window_s` seconds of one arm; `repeat` counts the cycles of all arms."""
+
+    def __init__(self, *args: Any, window_s: float, **kwargs: Any) -> None:
+        """As `Bench`; `drop`: see `left_behind`."""
+        super().__init__(*args, **kwargs)
+        self._window_s = window_s
+        self.more_options = {"switchback": window_s}
+        self._lists: dict[tuple[str, int], str] = {}
+        self._paused: set[Server] = set()
+
+    def _run(self, document: dict[str, Any]) -> None:
+        work, arms = self.work, document["arms"]
+        rng = np.random.default_rng(work.options["seed"])
+        self._warm_up(arms)
+        document["server"]["idle_request"] = self._idle_request()
+        with progress_bar(len(work.seeds) * len(work.loads) * len(arms)) as (progress, bar):
+
+            def told(name: str, load: Load, cycle: int) -> None:
+                progress.update(bar, advance=1, description=f"{name}, {load.label}, cycle {cycle + 1}")
+
+            for load in work.loads:
+                gc.collect()
+                gc.freeze()
+                gc.disable()  # a collection would stop all streams at once
+                try:
+                    asyncio.run(self._cycles(load, document, rng, told))
+                finally:
+                    gc.enable()
+                    gc.unfreeze()
+                    self._resume(*self._paused)
+                for server in self._has_cache:
+                    flush_cache(server)  # as soon as what was given up is over
+
+    async def _cycles(
+        self, load: Load, document: dict[str, Any], rng: np.random.Generator, told: Any
+    ) -> None:
+        """All turns under one load."""
+        arms: list[str] = document["arms"]
+        seed = self.work.seeds[0]
+        async with AsyncExitStack() as stack:
+            loads = {}
+            for server in dict.fromkeys(map(self._server, arms)):
+                self._count += 1
+                run = f"bench-{os.getpid()}-{self._count}"
+                loads[server] = await stack.enter_async_context(
+                    EndlessLoad(server, self._api_key, self.limits.timeout_s, self.work, load, seed, run)
+                )
+                await self._mixed(loads[server])
+                await asyncio.to_thread(self._pause, server)
+            names = arms
+            for cycle in range(len(self.work.seeds)):
+                names = self._in_play(names, load, document)
+                for name in rng.permutation(names).tolist():
+                    place = {"arm": name, "workload": load.workload, "mode": load.mode, "load": load.value}
+                    turn = await self._turn(name, load, loads[self._server(name)])
+                    document["runs"].append(place | turn | {"repeat": cycle})
+                    told(name, load, cycle)
+                await asyncio.to_thread(self.write, document)
+
+    async def _mixed(self, served: EndlessLoad) -> None:
+        """Wait until requests of all ages are in the server."""
+        while served.delivered.begun < WARM_UP_BEGUN * served.concurrency:
+            if len(served.errors) >= served.concurrency:
+                raise UserError(f"{served.server.url}: cannot be driven: {served.errors[0]}")
+            await asyncio.sleep(SETTLE_S / 10)
+
+    async def _turn(self, name: str, load: Load, served: EndlessLoad) -> dict[str, Any]:
+        """What one arm does in one window."""
+        arm = self.arms.get(name)
+        await asyncio.to_thread(self._switch, name)
+        await asyncio.sleep(SETTLE_S)
+        before = await asyncio.to_thread(self.steered.status_of, arm) if arm is not None else {}
+        delivered, seed, num_errors = served.delivered, served.seed, len(served.errors)
+        tokens, begun, begun_s, cpu_s = (
+            delivered.tokens,
+            delivered.begun,
+            time.monotonic(),
+            time.process_time(),
+        )
+        await asyncio.sleep(self._window_s)
+        window_s, cpu_s = time.monotonic() - begun_s, time.process_time() - cpu_s
+        tokens, begun = delivered.tokens - tokens, delivered.begun - begun
+        cpu_share = cpu_s / window_s
+        after = await asyncio.to_thread(self.steered.status) if arm is not None else {}
+        if arm is not None:
+            check_off_mode(before, after)
+            tokens, window_s = _between(before, after)
+        errors = served.errors[num_errors:]
+        if errors:
+            print(f"draftdial: {name}, {load.label}: {errors[0]}", file=sys.stderr)
+        return {
+            "seed": seed,
+            "list": self._list(load, seed),
+            "requests": begun,
+            "failed": len(errors),
+            "driver_cpu_share": cpu_share,
+            "output_tok_s": tokens / window_s,
+            "window_s": window_s,
+        } | policy_figures(before, after)
+
+    def _switch(self, name: str) -> None:
+        """Let one arm go on, and no other."""
+        server, arm = self._server(name), self.arms.get(name)
+        for other in self._has_cache.keys() - {server} - self._paused:
+            self._pause(other)
+        self._resume(*self._paused & {server})
+        if arm is not None:
+            self.steered.set(arm, keeps_memory=True)
+
+    def _pause(self, server: Server) -> None:
+        """Keep its requests where they are; nothing to do where there is no other server."""
+        if self._other is not None:
+            server.post("/pause_generation", {"mode": "in_place"})
+            self._paused.add(server)
+
+    def _resume(self, *servers: Server) -> None:
+        for server in servers:
+            server.post("/continue_generation", {})
+            self._paused.discard(server)
+
+    def _list(self, load: Load, seed: int) -> str:
+        """The fingerprint of a list."""
+        if (load.label, seed) not in self._lists:
+            self._lists[load.label, seed] = fingerprint(self.work.requests(load, seed))
+        return self._lists[load.label, seed]
+
+    def _out(self, runs: Sequence[Run], share: float) -> set[str]:
+        return left_behind(runs, share)
+
+
+def _between(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[int, float]:
+    """Output tokens and seconds from the newest result of one status to that of another.
+
+    Not what the client got meanwhile: SGLang sends an answer on where its length is 1 beyond a multiple of
+    `--stream-interval`, which rounds of several tokens miss, so that an arm of long rounds begins by keeping
+    tokens back and leaves them to the next.
+
+    Raises:
+        ServerRefused: there is no result between them, or the server does not count.
+    """
+    names = ("output_tokens", "processed_s")
+    if not all(name in after for name in names):
+        raise ServerRefused("it does not count output tokens: is draftdial there as old as this one?")
+    tokens, seconds = (after[name] - before[name] for name in names)
+    if seconds <= 0:
+        raise ServerRefused("it decoded nothing in a turn")
+    return tokens, seconds
+
+
+def left_behind(runs: Sequence[Run], share: float) -> set[str]:
+    """Arms more than `share` slower than the fastest, by all of the 95 % interval of their ratio.
+
+    `runs` are of one load; the fastest is that of the highest mean throughput, of `LEAST_TURNS` at least.
+    """
+    by_arm: dict[str, list[Run]] = {}
+    for run in adjusted(runs):
+        if not run["failed"]:
+            by_arm.setdefault(run["arm"], []).append(run)
+    by_arm = {name: of_arm for name, of_arm in by_arm.items() if len(of_arm) >= LEAST_TURNS}
+    if not by_arm:
+        return set()
+    from draftdial.controller.statistics import combined_interval
+
+    best = max(by_arm, key=lambda name: float(np.mean([run[ADJUSTED] for run in by_arm[name]])))
+    behind = set()
+    for name in by_arm.keys() - {best}:
+        _, low, _ = combined_interval([paired_logs(by_arm[name], by_arm[best])])
+        if low > -np.log1p(-share):
+            behind.add(name)
+    return behind
