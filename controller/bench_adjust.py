@@ -14,6 +14,9 @@ import numpy as np
 
 from draftdial.controller.bench_report import ADJUSTED, Run
 
+ROUNDING = 1e-12
+"""Of squared excesses: a spread no larger than this is floating-point noise."""
+
 
 def adjusted(runs: Sequence[Run]) -> list[Run]:
     """The runs, each with its throughput at the prefills per token of its load: `ADJUSTED`, tokens a second.
@@ -34,7 +37,7 @@ def adjusted(runs: Sequence[Run]) -> list[Run]:
         arms = [run["arm"] for run in of_load]
         log_rate, within = np.log(rate), _within(excess, arms)
         spread = within @ within
-        slope = within @ _within(log_rate, arms) / spread if spread else 0.0
+        slope = within @ _within(log_rate, arms) / spread if spread > ROUNDING else 0.0
         for run, value in zip(of_load, np.exp(log_rate - slope * excess).tolist(), strict=True):
             run[ADJUSTED] = value
     return found

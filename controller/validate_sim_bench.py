@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftdial.controller.bench_report import SCHEMA
+from draftdial.controller.bench_adjust import adjusted
+from draftdial.controller.bench_loads import Load
+from draftdial.controller.bench_report import ADJUSTED, SCHEMA
 from draftdial.controller.bench_work import Work, fingerprint
 from draftdial.controller.cost_profile import CostProfile, OffMode
 from draftdial.controller.errors import UserError
@@ -21,6 +23,11 @@ from draftdial.controller.validate_sim_acceptance import GivenAcceptance
 from draftdial.controller.validate_sim_report import FIGURES, WASTED
 from draftdial.envs.evaluate import evaluate
 from draftdial.envs.simulated_engine import ServerOptions, SimulatedEngine
+from draftdial.envs.workload import RequestList
+
+TURNS_PER_SLOT = 24
+"""A load that does not end is simulated by so many requests for each in the system: filling and draining,
+which turns do not see, then hardly count."""
 
 Figures = dict[str, float]
 Run = dict[str, Any]
@@ -80,6 +87,8 @@ class ServedBench:
         except UserError as error:
             raise UserError(f"{source}: its requests cannot be drawn again: {error}") from None
         runs = tuple(run for run in document["runs"] if not run["failed"])
+        if options.get("switchback"):
+            runs = tuple(run | {"output_tok_s": run[ADJUSTED]} for run in adjusted(runs))
         if not runs:
             raise UserError(f"{source}: {len(document['runs'])} runs, none of them without failed requests")
         bench = cls(source, document, work, runs)
@@ -138,7 +147,7 @@ class ServedBench:
         runs = [run for run in self.runs if run["arm"] == arm]
         if policy is None or not runs:
             return None if policy is None else []
-        lists = [self.work.requests(self._load(run), run["seed"]) for run in runs]
+        lists, places = self._lists(runs)
         bank = acceptance.bank(self.work.options["domains"])
         options = ServerOptions(
             off_mode=self.off_mode,
@@ -149,9 +158,21 @@ class ServedBench:
         columns = {name: getattr(metrics, name).tolist() for name in (*FIGURES, WASTED)}
         for name in ("e2e_mean_s", "ttft_mean_s"):  # as the client sees them
             columns[name] = [seconds + options.turnaround_s for seconds in columns[name]]
-        figures = [{name: column[i] for name, column in columns.items()} for i in range(len(runs))]
+        figures = [{name: column[place] for name, column in columns.items()} for place in places]
         known = [{name: value for name, value in row.items() if math.isfinite(value)} for row in figures]
         return list(zip(runs, known, strict=True))
+
+    def _lists(self, runs: Sequence[Run]) -> tuple[list[RequestList], list[int]]:
+        """What is to be simulated, and which of it each run is: all turns of a load are one long list."""
+        work, seeds = self.work, [run["seed"] for run in runs]
+        if work.options.get("switchback"):
+            work = Work.of(work.options | {"per_slot": max(TURNS_PER_SLOT, work.options["per_slot"] or 0)})
+            seeds = [work.options["seed"]] * len(runs)
+        loads = {(load.workload, load.value): load for load in work.loads}
+        served = [(run["workload"], run["load"], seed) for run, seed in zip(runs, seeds, strict=True)]
+        once = {place: i for i, place in enumerate(dict.fromkeys(served))}
+        lists = [work.requests(loads[workload, load], seed) for workload, load, seed in once]
+        return lists, [once[place] for place in served]
 
     def _policy(self, arm: str, profile: CostProfile, policies: Mapping[str, PolicyFile]) -> Policy | None:
         """A policy from a file prices by its own card, as it does on the server."""
@@ -164,7 +185,7 @@ class ServedBench:
         file = policies.get(self.policy_sha256(arm))
         return None if file is None else load_policy(file)
 
-    def _load(self, run: Run) -> Any:
+    def _load(self, run: Run) -> Load:
         loads = {(load.workload, load.value): load for load in self.work.loads}
         return loads[run["workload"], run["load"]]
 
@@ -175,7 +196,8 @@ class ServedBench:
         _ = status["off_mode"], server["disable_overlap_schedule"], self.document["policies"].keys()
         [float(server["idle_request"][name]) for name in ("e2e_s", "prompt_tokens")]
         [int(arm.removeprefix("fixed-")) for arm in self.document["arms"] if arm.startswith("fixed-")]
-        [float(run[name]) for run in self.runs for name in FIGURES]
+        turns = self.document["options"].get("switchback")
+        [float(run[name]) for run in self.runs for name in (FIGURES[:1] if turns else FIGURES)]
 
     def _check_lists(self) -> None:
         """UserError unless the lists are those that were served: a file of lengths may have changed."""

@@ -33,6 +33,7 @@ def bench_cells(
     for bench in benches:
         bench.check(profile, acceptance)
     pairs: dict[Place, list[tuple[Run, Figures]]] = {}
+    rates: dict[Place, dict[str, float]] = {}
     left_out: dict[str, None] = {}
     for bench in benches:
         if bench.num_void:
@@ -44,11 +45,13 @@ def bench_cells(
             for run, figures in simulated or []:
                 place = (bench.kind, run["workload"], run["load"], arm)
                 pairs.setdefault(place, []).append((run, figures))
+                repeat = f"{bench.source} {run['repeat']}"
+                rates.setdefault(place, {})[repeat] = run["output_tok_s"]
     if left_out:
         print(f"draftdial: cannot be simulated, left out: {', '.join(left_out)}", file=sys.stderr)
     if not pairs:
         raise UserError(f"{benches[0].source}: no run of an arm that can be simulated")
-    return [_cell(place, found) for place, found in pairs.items()]
+    return [_cell(place, found, rates[place]) for place, found in pairs.items()]
 
 
 def _check_policies(benches: Sequence[ServedBench], files: Mapping[str, PolicyFile]) -> None:
@@ -70,7 +73,7 @@ def _check_policies(benches: Sequence[ServedBench], files: Mapping[str, PolicyFi
             )
 
 
-def _cell(place: Place, found: Sequence[tuple[Run, Figures]]) -> Cell:
+def _cell(place: Place, found: Sequence[tuple[Run, Figures]], rates: Mapping[str, float]) -> Cell:
     acceptance, workload, load, arm = place
     runs, simulated = zip(*found, strict=True)
     return cell_of(
@@ -80,6 +83,7 @@ def _cell(place: Place, found: Sequence[tuple[Run, Figures]]) -> Cell:
         _means(runs),
         _means(simulated),
         acceptance=acceptance,
+        rates=rates,
         repeats=len(found),
     )
 

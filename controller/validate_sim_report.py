@@ -20,7 +20,7 @@ WORST = 5
 
 Cell = dict[str, Any]
 """`acceptance`, `workload`, `load`, `arm`; `repeats`; figures of `server` and `simulated`; `error`: simulated
-over server, less 1"""
+over server, less 1; `rates`: the server's throughput by repeat"""
 
 _SHOWN = (("tok/s", "output_tok_s", 1.0, ".1f"), ("E2E s", "e2e_mean_s", 1.0, ".3f"))
 
@@ -33,11 +33,13 @@ def cell_of(
     simulated: Mapping[str, float],
     *,
     acceptance: str = "",
+    rates: Mapping[str, float] | None = None,
     repeats: int = 1,
 ) -> Cell:
     """One way to choose k under one load.
 
-    `load` is the concurrency, None where it is not one number; `acceptance` tells kinds of it apart.
+    `load` is the concurrency, None where it is not one number; `acceptance` tells kinds of it apart. `rates`
+    has the same keys in cells whose repeats are pairs.
     """
     error = {name: simulated[name] / served[name] - 1.0 for name in FIGURES if name in served}
     return {
@@ -49,6 +51,7 @@ def cell_of(
         "server": dict(served),
         "simulated": dict(simulated),
         "error": error,
+        "rates": dict(rates or {}),
     }
 
 
@@ -56,8 +59,8 @@ def best_fixed_k(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     """For each acceptance and concurrency the fixed k of the highest throughput on both sides.
 
     `off` stands for k = 0 where that was not forced. `loss` is the share of the server's best throughput that
-    the simulator's choice would give away there: where it is next to nothing, another best k means two tiers
-    that tie.
+    the simulator's choice would give away there. `tie`: choices differ, and the 95 % interval of their ratio
+    on the server, over repeats that both ran, holds 1; None where there are no two such repeats.
     """
     places: dict[tuple[str, float], dict[int, Cell]] = {}
     for cell in sorted(cells, key=lambda cell: bool(cell["arm"] != "off")):
@@ -81,16 +84,28 @@ def best_fixed_k(cells: Sequence[Cell]) -> list[dict[str, Any]]:
                 "server": best,
                 "simulated": guess,
                 "same": best == guess,
+                "tie": best != guess and _is_tie(fixed[best]["rates"], fixed[guess]["rates"]),
                 "loss": 1.0 - served[guess] / served[best],
             }
         )
     return found
 
 
+def _is_tie(rates: Mapping[str, float], others: Mapping[str, float]) -> bool | None:
+    shared = rates.keys() & others.keys()
+    if len(shared) < 2:
+        return None
+    from draftdial.controller.statistics import combined_interval
+
+    _, low, high = combined_interval([np.array([np.log(rates[key] / others[key]) for key in sorted(shared)])])
+    return low <= 0 <= high
+
+
 def summary(cells: Sequence[Cell], best: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Means over the cells, which weigh alike; `best` is what `best_fixed_k` found in them."""
     throughput, latency = (
-        [abs(cell["error"][name]) for cell in cells] for name in ("output_tok_s", "e2e_mean_s")
+        [abs(cell["error"][name]) for cell in cells if name in cell["error"]]
+        for name in ("output_tok_s", "e2e_mean_s")
     )
     of_fixed = [
         error
@@ -104,13 +119,16 @@ def summary(cells: Sequence[Cell], best: Sequence[Mapping[str, Any]]) -> dict[st
         "throughput_error_mean": float(np.mean(throughput)),
         "throughput_error_mean_fixed_k": float(np.mean(of_fixed)) if of_fixed else None,
         "throughput_error_max": float(np.max(throughput)),
-        "e2e_error_mean": float(np.mean(latency)),
-        "e2e_error_max": float(np.max(latency)),
+        "e2e_error_mean": float(np.mean(latency)) if latency else None,
+        "e2e_error_max": float(np.max(latency)) if latency else None,
         "worst_cells": [
             {name: cells[i][name] for name in named} | {"throughput_error": cells[i]["error"]["output_tok_s"]}
             for _, i in worst
         ],
         "same_best_k_share": float(np.mean([row["same"] for row in best])) if best else None,
+        "same_or_tied_best_k_share": (
+            float(np.mean([bool(row["same"] or row["tie"]) for row in best])) if best else None
+        ),
         "best_k_loss_mean": float(np.mean([row["loss"] for row in best])) if best else None,
         "best_k_loss_max": float(max(row["loss"] for row in best)) if best else None,
     }
@@ -134,12 +152,17 @@ def table(document: dict[str, Any]) -> str:
         lines.append(
             f"{_named(best)}: best fixed k: server {best['server']}, simulated {best['simulated']}"
             + ("" if best["same"] else f", which loses {best['loss']:.1%} on the server")
+            + (", a tie within its noise" if best["tie"] else "")
         )
     found = document["summary"]
     lines.append(
         f"mean absolute error over {found['num_cells']} cells: "
-        f"throughput {found['throughput_error_mean']:.1%} (most {found['throughput_error_max']:.1%}), "
-        f"E2E {found['e2e_error_mean']:.1%} (most {found['e2e_error_max']:.1%})"
+        f"throughput {found['throughput_error_mean']:.1%} (most {found['throughput_error_max']:.1%})"
+        + (
+            ""
+            if found["e2e_error_mean"] is None
+            else f", E2E {found['e2e_error_mean']:.1%} (most {found['e2e_error_max']:.1%})"
+        )
     )
     if found["throughput_error_mean_fixed_k"] is not None:
         lines.append(f"of fixed k alone: throughput {found['throughput_error_mean_fixed_k']:.1%}")
@@ -149,7 +172,8 @@ def table(document: dict[str, Any]) -> str:
     lines.append(f"throughput is furthest off in: {'; '.join(worst)}")
     if found["same_best_k_share"] is not None:
         lines.append(
-            f"same best fixed k: {found['same_best_k_share']:.0%} of the loads; the simulator's choice loses "
+            f"same best fixed k: {found['same_best_k_share']:.0%} of the loads, "
+            f"with ties {found['same_or_tied_best_k_share']:.0%}; the simulator's choice loses "
             f"{found['best_k_loss_mean']:.1%} on average (most {found['best_k_loss_max']:.1%})"
         )
     return "\n".join(lines)
@@ -174,8 +198,11 @@ def as_csv(cells: Sequence[Cell]) -> str:
 def _row(cell: Cell) -> list[str]:
     row = [f"{cell['arm']}, {_named(cell)}"]
     for _, name, factor, form in _SHOWN:
-        row += [format(factor * cell[side][name], form) for side in ("server", "simulated")]
-        row.append(f"{cell['error'][name]:+.1%}")
+        if name in cell["error"]:
+            row += [format(factor * cell[side][name], form) for side in ("server", "simulated")]
+            row.append(f"{cell['error'][name]:+.1%}")
+        else:
+            row += ["-"] * 3
     return row
 
 

@@ -50,6 +50,26 @@ def test_errors_and_the_best_k_by_hand() -> None:
     assert [row["server_output_tok_s"] for row in rows] == ["100", "200", "400", "390"]
 
 
+def test_a_choice_within_the_noise_of_the_best_is_a_tie() -> None:
+    def of(k: int, rates: list[float], simulated: float) -> dict[str, Any]:
+        sides = [{"output_tok_s": rate} for rate in (sum(rates) / len(rates), simulated)]
+        by_repeat = {f"bench {i}": rate for i, rate in enumerate(rates)}
+        return cell_of(f"fixed-{k}", "closed", 8, *sides, rates=by_repeat)
+
+    noisy = [of(1, [100, 130, 90, 110], 100), of(3, [120, 100, 105, 95], 101)]
+    clear = [of(1, [100, 130, 90, 110], 100), of(3, [80, 104, 73, 88], 101)]
+    once = [of(1, [110], 100), of(3, [100], 101)]
+    for cells, tie in ((noisy, True), (clear, False), (once, None)):
+        [row] = best = best_fixed_k(cells)
+        assert (row["server"], row["simulated"], row["same"], row["tie"]) == (1, 3, False, tie)
+        found = summary(cells, best)
+        assert found["same_best_k_share"] == 0.0 and found["same_or_tied_best_k_share"] == float(tie or 0)
+        assert found["e2e_error_mean"] is None
+        text = table({"cells": cells, "best_fixed_k": best, "summary": found})
+        assert ("a tie within its noise" in text) == bool(tie) and "E2E 0" not in text
+    assert as_csv(noisy).count("\n") == 3 and "bench 0" not in as_csv(noisy)
+
+
 @pytest.fixture
 def profile(make_profile: Make, tmp_path: Path) -> tuple[CostProfile, Path]:
     made: CostProfile = make_profile()

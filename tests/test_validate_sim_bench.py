@@ -236,6 +236,27 @@ def test_an_arm_that_was_left_out_of_a_repeat_is_compared_over_the_others(served
     assert [row["same"] for row in found["best_fixed_k"]] == [True, True]
 
 
+def test_turns_are_compared_by_their_throughput(served: SimulatedBenches) -> None:
+    bench = served.bench("bench.json", "good")
+    document = json.loads(bench.read_text())
+    document["options"]["switchback"] = 0.5
+    named = ("arm", "workload", "mode", "load", "seed", "list", "failed", "output_tok_s")
+    document["runs"] = [  # of one list two turns, which share its simulation
+        {name: run[name] for name in named}
+        | {"repeat": 2 * run["repeat"] + half, "requests": 3, "window_s": 90 / run["output_tok_s"]}
+        for run in document["runs"]
+        for half in (0, 1)
+    ]
+    bench.write_text(json.dumps(document))
+    assert main(command(served, bench)) == 0
+    found = document_of(served)
+    assert {cell["repeats"] for cell in found["cells"]} == {4}
+    assert found["summary"]["throughput_error_max"] < 1e-9 and found["summary"]["e2e_error_mean"] is None
+    document["options"]["switchback"] = None
+    bench.write_text(json.dumps(document))
+    assert main(command(served, bench)) == 2, "runs have latencies"
+
+
 def test_a_bench_counts_once(served: SimulatedBenches, capsys: pytest.CaptureFixture[str]) -> None:
     path = served.bench("bench.json", *MEANS)
     assert main(command(served, path, path)) == 2
