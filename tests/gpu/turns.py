@@ -1,0 +1,69 @@
+"""What switchback benches come to: python3 tests/gpu/turns.py FILE... prints rows of a Markdown table.
+
+A FILE is a bench.json, or a file of docs/results that holds several under `benches`. Per load: the policy's
+output tokens a second, its ratio to the best of `off` and every fixed k, to the server without speculation
+and to SGLang's rule, each with its 95 % interval, and what else is no worse than the best within its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from draftdial.controller.bench_adjust import adjusted
+from draftdial.controller.bench_report import ADJUSTED, Run, paired_logs
+from draftdial.controller.statistics import combined_interval
+
+POLICY, NO_SPEC, RULE = "steer", "no-spec", "policy:sglang-adaptive"
+
+
+def main(paths: list[str]) -> None:
+    print("| acceptance | C | turns | policy, tok/s | best fixed | ÷ best | ÷ no speculation | ÷ adaptive |")
+    print("|---|---|---|---|---|---|---|---|")
+    for path in paths:
+        document = json.loads(Path(path).read_text())
+        for bench in document.get("benches", {path: document}).values():
+            kind = ",".join(bench["options"]["domains"])
+            for load in dict.fromkeys(run["load"] for run in bench["runs"]):
+                runs = adjusted([run for run in bench["runs"] if run["load"] == load])
+                print(f"| {kind} | {load:g} | {row(runs)} |")
+
+
+def row(runs: list[Run]) -> str:
+    by_arm: dict[str, list[Run]] = {}
+    for run in runs:
+        if not run["failed"]:
+            by_arm.setdefault(run["arm"], []).append(run)
+    rates = {arm: float(np.mean([run[ADJUSTED] for run in of_arm])) for arm, of_arm in by_arm.items()}
+    fixed = [arm for arm in rates if arm == "off" or arm.startswith("fixed-")]
+    columns: list[Any] = [len(by_arm[POLICY]), f"{rates[POLICY]:,.0f}"]
+    if fixed:
+        best = max(fixed, key=lambda arm: rates[arm])
+        near = [arm for arm in fixed if arm != best and ratio(by_arm, arm, best)[2] >= 1]
+        columns += [best + (f" ({', '.join(near)})" if near else ""), shown(by_arm, best)]
+    else:
+        columns += ["", ""]
+    columns += [shown(by_arm, NO_SPEC), shown(by_arm, RULE)]
+    return " | ".join(map(str, columns))
+
+
+def shown(by_arm: dict[str, list[Run]], rival: str) -> str:
+    if rival not in by_arm:
+        return ""
+    mean, low, high = ratio(by_arm, POLICY, rival)
+    return f"{mean:.2f} ({low:.2f} to {high:.2f})"
+
+
+def ratio(by_arm: dict[str, list[Run]], arm: str, rival: str) -> tuple[float, float, float]:
+    """Throughput of `arm` over that of `rival`, paired over cycles, with its interval."""
+    mean, low, high = combined_interval([paired_logs(by_arm[rival], by_arm[arm])])
+    return math.exp(mean), math.exp(low), math.exp(high)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
