@@ -61,12 +61,12 @@ def cells(runs: Sequence[Run], baseline: str) -> list[dict[str, Any]]:
 
 
 def table(document: dict[str, Any]) -> str:
-    """Aligned text, a block for each load."""
+    """Aligned text, a block for each load, arms as they were named."""
     lines: list[str] = []
     baseline = document["baseline"]
-    for load in dict.fromkeys((cell["workload"], cell["load"]) for cell in document["cells"]):
-        rows = [cell for cell in document["cells"] if (cell["workload"], cell["load"]) == load]
-        title = " ".join(str(part) for part in load if part is not None)
+    in_order = sorted(document["cells"], key=lambda cell: document["arms"].index(cell["arm"]))
+    for workload, load in dict.fromkeys((cell["workload"], cell["load"]) for cell in document["cells"]):
+        rows = [cell for cell in in_order if (cell["workload"], cell["load"]) == (workload, load)]
         columns = [
             column for column in _COLUMNS if any(column[1] in cell.get("metrics", ()) for cell in rows)
         ]
@@ -75,7 +75,7 @@ def table(document: dict[str, Any]) -> str:
         if len({cell["repeats"] for cell in rows}) > 1:
             for text, found in zip(texts, ["repeats", *(str(cell["repeats"]) for cell in rows)], strict=True):
                 text.append(found)
-        lines += [f"{title} ({rows[0]['mode']} loop)", *_aligned(texts), ""]
+        lines += [_titled(workload, rows[0]["mode"], load), *_aligned(texts), ""]
     return "\n".join(lines)
 
 
@@ -124,6 +124,11 @@ def _versus(runs: Sequence[Run], baseline: Sequence[Run]) -> dict[str, float | N
         "low": None if low is None else math.exp(low),
         "high": None if high is None else math.exp(high),
     }
+
+
+def _titled(workload: str, mode: str, load: float | None) -> str:
+    value = "" if load is None else f", C = {load:g}" if mode == "closed" else f", {load:g} requests/s"
+    return f"{workload} ({mode} loop){value}" if workload != mode else f"{mode} loop{value}"
 
 
 def _row(cell: dict[str, Any], columns: Sequence[tuple[str, str, float, str]]) -> list[str]:

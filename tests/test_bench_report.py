@@ -119,7 +119,7 @@ def document(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def test_the_table_has_a_line_for_every_arm() -> None:
     lines = table(document(RUNS)).splitlines()
-    assert lines[0] == "closed 4.0 (closed loop)"
+    assert lines[0] == "closed loop, C = 4"
     assert [line.split()[:2] for line in lines[2:4]] == [["steer", "200"], ["off", "103"]]
     assert "to" in lines[2] and lines[2].endswith(" 0")
 

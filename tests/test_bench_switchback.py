@@ -70,7 +70,8 @@ def test_a_table_of_turns_compares_adjusted_throughput_and_has_no_latencies() ->
     found = {cell["arm"]: cell for cell in cells(turns, "b")}
     expected = [math.log(b[ADJUSTED] / a[ADJUSTED]) for a, b in zip(turns[::2], turns[1::2], strict=True)]
     assert found["a"]["vs_baseline"]["ratio"] == pytest.approx(math.exp(np.mean(expected)))
-    text = table({"baseline": "b", "cells": list(found.values())})
+    text = table({"arms": ["b", "a"], "baseline": "b", "cells": list(found.values())})
+    assert [line.split()[0] for line in text.splitlines()[2:4]] == ["b", "a"], "as they were named"
     assert "adjusted" in text and "TTFT" not in text and "E2E" not in text
 
 
