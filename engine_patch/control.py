@@ -31,8 +31,9 @@ from draftdial.engine_patch.status import status_of
 
 logger = logging.getLogger(__name__)
 
-MAX_NAME = 200
-"""Characters of a change's name: a request may have any number of keys."""
+MAX_KEY, MAX_NAME = 100, 200
+"""Characters shown of a key, so that a policy's hash is whole, and of a change's name: a request may have any
+number of keys."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def _checked(dial: Dial | None, own: dict[str, Any], scheduler: Any) -> tuple[Ch
         reason = str(error)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-    return Change(" and ".join(key[:80] for key in own)[:MAX_NAME], lambda: None), reason
+    return Change(" and ".join(key[:MAX_KEY] for key in own)[:MAX_NAME], lambda: None), reason
 
 
 def _change(dial: Dial, key: str, value: Any) -> Change:
@@ -130,7 +131,7 @@ def _change(dial: Dial, key: str, value: Any) -> Change:
         k = None if value == NO_FORCED_K else int(value)
         dial.check_force_k(k)
         return Change(f"force_k {'none' if k is None else k}", _ending_measurement(lambda: dial.force_k(k)))
-    raise Refused(f"{key[:80]}: no such key, allowed: {MODE_KEY}, {FORCE_K_KEY}, a policy key")
+    raise Refused(f"{key[:MAX_KEY]}: no such key, allowed: {MODE_KEY}, {FORCE_K_KEY}, a policy key")
 
 
 def _ending_measurement(apply: Callable[[], None]) -> Callable[[], None]:

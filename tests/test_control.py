@@ -159,13 +159,16 @@ def test_a_policy_for_other_tiers_is_refused(
 
 
 def test_a_damaged_file_is_refused_by_its_hash_and_by_its_content(
-    scheduler: Scheduler, dial: Dial, make_policy_file: Callable[..., PolicyFile]
+    scheduler: Scheduler,
+    dial: Dial,
+    make_policy_file: Callable[..., PolicyFile],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     data = make_policy_file(3).data
     name, sha256, _ = policy_key(data).split(":")
     cut = base64.b64encode(data[:-30]).decode()
     assert not scheduler.ask(**{f"{name}:{sha256}:{cut}": 1})
-    assert "damaged" in dial.last_control
+    assert "damaged" in dial.last_control and sha256 in caplog.text, "which one is told in full"
     assert not scheduler.ask(**{policy_key(data[:-30]): 1})
     assert "policy file: file length" in dial.last_control
     assert dial.counters.deploys == 0
