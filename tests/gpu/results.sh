@@ -14,7 +14,7 @@
 # REPEATS (9) of every load, turns of TURN_S seconds (0.75), with seeds from SEED (100) on; ARMS: other than all that may
 # win. TRAIN_SITE: packages that training needs beyond those on the Python path.
 # Leaves in OUT: h200-llama3-8b.json (the profile) and its measurements, policy.safetensors, off-500.json, off-2000.json,
-# host.jsonl (how slow the host was, and when), and PART/bench.json, which is whole at any time. Exit status 3 if the host
+# host.jsonl and cores.jsonl (how slow the host was, when, and which of its cores), and PART/bench.json, which is whole at any time. Exit status 3 if the host
 # is too slow (SLOW_HOST=go: never mind), 4 if answers differ.
 set -uo pipefail
 input=$1 out=$2
@@ -41,6 +41,9 @@ await $plain_url $plain "$out/plain.log" || exit 1
 await $url $spec "$out/spec.log" || exit 1
 
 host() { python3 "$here/host_check.py" $url --out "$out/host.jsonl"; }
+quiet_cores() { python3 "$here/quiet_cores.py" --out "$out/cores.jsonl" >/dev/null; }
+host # before cores are given out, to compare
+quiet_cores
 host || host || [ "${SLOW_HOST:-stop}" = go ] || exit 3
 python3 "$here/gpu_speed.py" >"$out/gpu_speed.json"
 $dial set $url --force-k 0
@@ -112,6 +115,7 @@ load() {
 
 for part in "$@"; do
   begun=$SECONDS
+  quiet_cores
   host
   case $part in
     profile) measure_profile ;;
