@@ -4,13 +4,14 @@
 # answer what the other server answers. A PART is one of
 #   profile                    a cost profile of both servers at once, and a policy trained on it
 #   off-modes                  what a round takes in each off mode
-#   {good,mixed-low,mixed-high,poor}[:C,C...]     arms switch back and forth: the policy, every fixed k and both servers
-#   adaptive[:C,C...]                             the same of the policy and SGLang's rule at its defaults, acceptance good
+#   {good,mixed,poor}-low[:C,C...]                the policy, every fixed k and both servers, run by run on the same requests
+#   {good,mixed,poor}-high[:C,C...]               the same in turns under one load
+#   adaptive[:C,C...]                             turns of the policy and of SGLang's rule at its defaults, acceptance good
 #   swing                                         an open loop, run by run
 # Without the part `profile`, the profile is the shipped one and the policy INPUT's. INPUT holds
 #   start.safetensors                                       a policy of this server's tiers
 #   acceptance/{chat,code,finance,maths,poor,reasoning}.jsonl                  (draftdial export-acceptance)
-#   long.csv, swing.csv                                                        (tests/gpu/short_requests.py)
+#   even.csv, long.csv, swing.csv                                              (tests/gpu/short_requests.py)
 # REPEATS (9) of every load, turns of TURN_S seconds (0.75), with seeds from SEED (100) on; ARMS: other than all that may
 # win. TRAIN_SITE: packages that training needs beyond those on the Python path.
 # Leaves in OUT: h200-llama3-8b.json (the profile) and its measurements, policy.safetensors, off-500.json, off-2000.json,
@@ -20,7 +21,7 @@ set -uo pipefail
 input=$1 out=$2
 shift 2
 for part in "$@"; do
-  [[ $part =~ ^(profile|off-modes|(good|mixed-low|mixed-high|poor|adaptive)(:[0-9,]+)?|swing)$ ]] || { echo "no such part: $part"; exit 2; }
+  [[ $part =~ ^(profile|off-modes|((good|mixed|poor)-(low|high)|adaptive)(:[0-9,]+)?|swing)$ ]] || { echo "no such part: $part"; exit 2; }
 done
 . "$(dirname "$0")/servers.sh"
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
@@ -90,27 +91,35 @@ adaptive=policy:$out/sglang-adaptive.safetensors
 good="--domains chat,code,reasoning" mixed="--domains finance,maths,chat,code,reasoning"
 swing=$(($(wc -l <"$input/swing.csv") - 1))
 load() {
-  local low=1,2,4,8,16,32 high=64,128,192,256 all how
+  local closed repeats="--repeats ${REPEATS:-9}" span how
   case $1 in
-    *:*) all=${1#*:} ;;
-    *-low) all=$low ;;
-    *-high) all=$high ;;
-    *) all=$low,$high ;;
+    *:*) closed="--closed ${1#*:}" ;;
+    *-low) closed="--closed 1,2,4,8" ;;
+    adaptive) closed="--closed 64,128" ;;
+    *) closed="--closed 16,32,64,128,192,256" ;;
   esac
-  local closed="--closed $all --requests 10 --per-slot 3 --lengths trace:$input/long.csv"
-  local turns="$closed --switchback ${TURN_S:-0.75} --repeats ${REPEATS:-9} --drop 0.03"
-  case ${1%:*} in
-    good) how="$turns $good --arms $arms --no-spec $plain_url" ;;
-    mixed-low) how="$turns $mixed --domain-span 3:10 --arms $arms --no-spec $plain_url" ;;
-    mixed-high) how="$turns $mixed --domain-span 40:160 --arms $arms --no-spec $plain_url" ;;
-    poor) how="$turns --domains poor --arms $arms --no-spec $plain_url" ;;
-    adaptive) how="$turns $good --switchback ${ADAPTIVE_TURN_S:-2} --arms steer $adaptive" ;;
-    swing)
-      how="--trace $input/swing.csv --requests $swing $mixed,poor --domain-span 40:120"
-      how="$how --repeats ${REPEATS:-9} --arms $arms policy:$out/threshold.safetensors $adaptive --no-spec $plain_url"
+  # Few requests at a time differ more than the host does from second to second, many differ less.
+  case $1 in
+    *-low*)
+      how="$closed $repeats --per-slot 2 --requests 2 --lengths trace:$input/even.csv --drop 0.25"
+      span="--domain-span 1:4"
+      ;;
+    *)
+      how="$closed $repeats --per-slot 3 --requests 10 --lengths trace:$input/long.csv --drop 0.03 --switchback ${TURN_S:-0.75}"
+      span="--domain-span 20:80"
       ;;
   esac
-  $dial bench $url $how --baseline steer --deployed "$policy" --seed "${SEED:-100}" --out "$out/$1" >"$out/$1.txt" 2>&1
+  case $1 in
+    good-*) how="$how $good --arms $arms --no-spec $plain_url" ;;
+    mixed-*) how="$how $mixed $span --arms $arms --no-spec $plain_url" ;;
+    poor-*) how="$how --domains poor --arms $arms --no-spec $plain_url" ;;
+    adaptive*) how="$how --switchback ${ADAPTIVE_TURN_S:-2} $good --deployed $policy --arms steer $adaptive" ;;
+    swing)
+      how="--trace $input/swing.csv --requests $swing $mixed,poor --domain-span 40:120 $repeats --deployed $policy"
+      how="$how --arms $arms policy:$out/threshold.safetensors $adaptive --no-spec $plain_url"
+      ;;
+  esac
+  $dial bench $url $how --baseline steer --seed "${SEED:-100}" --out "$out/$1" >"$out/$1.txt" 2>&1
 }
 
 for part in "$@"; do

@@ -1,4 +1,4 @@
-"""What switchback benches come to: python3 tests/gpu/turns.py FILE... prints rows of a Markdown table.
+"""What benches of the policy come to: python3 tests/gpu/ratios.py FILE... prints rows of a Markdown table.
 
 A FILE is a bench.json, or a file of docs/results that holds several under `benches`. Per load: the policy's
 output tokens a second, its ratio to the best of `off` and every fixed k, to the server without speculation
@@ -23,14 +23,18 @@ POLICY, NO_SPEC, RULE = "steer", "no-spec", "policy:sglang-adaptive"
 
 
 def main(paths: list[str]) -> None:
-    print("| acceptance | C | turns | policy, tok/s | best fixed | ÷ best | ÷ no speculation | ÷ adaptive |")
+    print(
+        "| acceptance | C | repeats | policy, tok/s | best fixed | ÷ best | ÷ no speculation | ÷ adaptive |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for path in paths:
         document = json.loads(Path(path).read_text())
         for bench in document.get("benches", {path: document}).values():
             kind = ",".join(bench["options"]["domains"])
             for load in dict.fromkeys(run["load"] for run in bench["runs"]):
-                runs = adjusted([run for run in bench["runs"] if run["load"] == load])
+                runs = [run for run in bench["runs"] if run["load"] == load]
+                if bench["options"].get("switchback"):
+                    runs = adjusted(runs)
                 print(f"| {kind} | {load:g} | {row(runs)} |")
 
 
@@ -39,17 +43,22 @@ def row(runs: list[Run]) -> str:
     for run in runs:
         if not run["failed"]:
             by_arm.setdefault(run["arm"], []).append(run)
-    rates = {arm: float(np.mean([run[ADJUSTED] for run in of_arm])) for arm, of_arm in by_arm.items()}
+    rates = {arm: float(np.mean([rate(run) for run in of_arm])) for arm, of_arm in by_arm.items()}
     fixed = [arm for arm in rates if arm == "off" or arm.startswith("fixed-")]
     columns: list[Any] = [len(by_arm[POLICY]), f"{rates[POLICY]:,.0f}"]
     if fixed:
         best = max(fixed, key=lambda arm: rates[arm])
-        near = [arm for arm in fixed if arm != best and ratio(by_arm, arm, best)[2] >= 1]
+        near = [arm for arm in fixed if arm != best and 1 <= ratio(by_arm, arm, best)[2] < math.inf]
         columns += [best + (f" ({', '.join(near)})" if near else ""), shown(by_arm, best)]
     else:
         columns += ["", ""]
     columns += [shown(by_arm, NO_SPEC), shown(by_arm, RULE)]
     return " | ".join(map(str, columns))
+
+
+def rate(run: Run) -> float:
+    found: float = run[ADJUSTED if ADJUSTED in run else "output_tok_s"]
+    return found
 
 
 def shown(by_arm: dict[str, list[Run]], rival: str) -> str:
