@@ -89,7 +89,7 @@ def _register_hooks(settings: Settings) -> None:
     import torch
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from draftdial.engine_patch import compat, dial, kv_only, one_token_verify, round_timer
+    from draftdial.engine_patch import compat, dial, kv_lengths, kv_only, one_token_verify, round_timer
     from draftdial.engine_patch.compat import Hook
 
     if settings.inactive:
@@ -98,7 +98,8 @@ def _register_hooks(settings: Settings) -> None:
         wanted.append(Hook(f"{SCHEDULER}.Scheduler.run_batch", "around", round_timer.around_run_batch))
     else:
         wanted = steering_hooks(settings)
-        # None of these does steering depend on: without them k = 0 is as SGLang has it.
+        # None of these does steering depend on: without them a round is as SGLang has it.
+        wanted += kv_lengths.hooks(compat.release())
         if settings.kv_only:
             wanted += kv_only.hooks()
         if torch.cuda.is_available():

@@ -25,6 +25,7 @@ from draftdial.engine_patch import (
     acceptance_replay,
     compat,
     dial,
+    kv_lengths,
     kv_only,
     one_token_verify,
     plugin,
@@ -107,6 +108,35 @@ def test_the_attention_backend_has_what_one_token_needs() -> None:
         *("forward_metadata", "max_context_len", "_sched_meta_buf", "speculative_num_draft_tokens", "topk"),
         *("fa_impl_ver", "use_mla", "has_swa", "has_local_attention", "is_prefill_aware_swa"),
     }
+
+
+def test_lengths_of_kv_are_read_one_by_one_where_they_are_made_a_list() -> None:
+    module = f"{SRT}.mem_cache.allocation"
+    body = tree(module).body if path_of(module).is_file() else []
+    if not any(getattr(node, "name", "") == "alloc_for_spec_decode" for node in body):
+        assert not kv_lengths.hooks(RELEASE)
+        return
+    allocates = function(f"{module}.alloc_for_spec_decode")
+    read = [
+        ast.unparse(node)
+        for node in ast.walk(allocates)
+        if isinstance(node, ast.Subscript | ast.Call) and "nxt_kv_lens_cpu" in ast.unparse(node)
+    ]
+    assert ("nxt_kv_lens_cpu[i]" in read) == bool(kv_lengths.hooks(RELEASE))
+    if not kv_lengths.hooks(RELEASE):
+        return
+    # Beside the loop one call reads them, where pages are larger than a token.
+    pages = next(node for node in ast.walk(allocates) if isinstance(node, ast.If) and node.orelse)
+    assert ast.unparse(pages.test) == "tree_cache.token_to_kv_pool_allocator.page_size == 1"
+    reads = [node for node in ast.walk(allocates) if getattr(node, "id", "") == "nxt_kv_lens_cpu"]
+    of_larger = [node for part in pages.orelse for node in ast.walk(part)]
+    assert len(reads) == 2 and sum(node in of_larger for node in reads) == 1
+    assert any(
+        isinstance(node, ast.ImportFrom) and "alloc_for_spec_decode" in [name.name for name in node.names]
+        for node in tree(f"{SRT}.speculative.eagle_utils").body
+    )
+    assert allocates.args.args[0].arg == "tree_cache"
+    assert "nxt_kv_lens_cpu" in [argument.arg for argument in allocates.args.kwonlyargs]
 
 
 @pytest.mark.parametrize(
