@@ -1,8 +1,11 @@
-"""What benches of the policy come to: python3 tests/gpu/ratios.py FILE... prints rows of a Markdown table.
+"""What benches of the policy come to: python3 tests/gpu/ratios.py [--by-rounds] FILE... prints a table.
 
 A FILE is a bench.json, or a file of docs/results that holds several under `benches`. Per load: the policy's
 output tokens a second, its ratio to the best of `off` and every fixed k, to the server without speculation
-and to SGLang's rule, each with its 95 % interval, and what else is no worse than the best within its own.
+and to SGLang's rule, each with its 95 % interval and pairs, and what cannot be told from the best.
+
+--by-rounds: for h200-turns-2026-11-30.json, whose tokens were counted at the client, which favours rounds of
+few tokens (docs/decisions.md, 34). A steered turn's tokens are then C (rounds + drafts accepted per request).
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from draftdial.controller.statistics import combined_interval
 POLICY, NO_SPEC, RULE = "steer", "no-spec", "policy:sglang-adaptive"
 
 
-def main(paths: list[str]) -> None:
+def main(arguments: list[str]) -> None:
+    paths = [argument for argument in arguments if argument != "--by-rounds"]
     print(
         "| acceptance | C | repeats | policy, tok/s | best fixed | ÷ best | ÷ no speculation | ÷ adaptive |"
     )
@@ -33,9 +37,19 @@ def main(paths: list[str]) -> None:
             kind = ",".join(bench["options"]["domains"])
             for load in dict.fromkeys(run["load"] for run in bench["runs"]):
                 runs = [run for run in bench["runs"] if run["load"] == load]
+                if len(paths) < len(arguments):
+                    runs = [counted_by_rounds(run) for run in runs]
                 if bench["options"].get("switchback"):
                     runs = adjusted(runs)
                 print(f"| {kind} | {load:g} | {row(runs)} |")
+
+
+def counted_by_rounds(run: Run) -> Run:
+    if "rounds" not in run:
+        return run
+    drafts = sum(int(k) * rounds for k, rounds in run["rounds_at_k"].items())
+    accepted = drafts * (1 - (run["wasted_draft_share"] or 0.0))
+    return run | {"output_tok_s": run["load"] * (run["rounds"] + accepted) / run["window_s"]}
 
 
 def row(runs: list[Run]) -> str:
@@ -65,7 +79,8 @@ def shown(by_arm: dict[str, list[Run]], rival: str) -> str:
     if rival not in by_arm:
         return ""
     mean, low, high = ratio(by_arm, POLICY, rival)
-    return f"{mean:.2f} ({low:.2f} to {high:.2f})"
+    pairs = len(paired_logs(by_arm[rival], by_arm[POLICY]))
+    return f"{mean:.2f} ({low:.2f} to {high:.2f}; {pairs})"
 
 
 def ratio(by_arm: dict[str, list[Run]], arm: str, rival: str) -> tuple[float, float, float]:
