@@ -70,6 +70,9 @@ class Bench:
         """`no_spec` is the URL of a server without speculation, which makes another arm.
 
         `drop`: arms that `out_of_reach` finds by this share are left out of later repeats, see `_in_play`.
+
+        Raises:
+            UserError: the server at `no_spec` speculates.
         """
         self.steered = steered
         self.arms = {arm.name: arm for arm in arms}
@@ -79,11 +82,13 @@ class Bench:
         self._drop = drop
         self._api_key = api_key
         self._other = Server(no_spec, api_key) if no_spec else None
-        self._has_cache = {
-            server: not server.states()[0].get("disable_radix_cache")
-            for server in (steered.server, self._other)
-            if server is not None
-        }
+        facts = {server: server.states()[0] for server in (steered.server, self._other) if server is not None}
+        algorithm = facts[self._other].get("speculative_algorithm") if self._other is not None else None
+        if algorithm:
+            raise UserError(
+                f"--no-spec: found {no_spec}, which speculates ({algorithm}), allowed: a server that does not"
+            )
+        self._has_cache = {server: not known.get("disable_radix_cache") for server, known in facts.items()}
         self._count = 0
 
     def measured(self, baseline: str) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """A benchmark that switches back and forth: arms take turns of a second under a load that does not end.
 
-What a machine does for minutes, such as a slow host, then falls on all arms alike, and all arms serve the
-same requests. Switchback experiments compare policies of marketplaces and of networks in the same way
-(Bojinov, Simchi-Levi, Zhao 2023, "Design and Analysis of Switchback Experiments").
+What a machine does for minutes, such as a slow host, then falls on all arms alike, and all arms serve
+requests of the same list. Switchback experiments compare policies of marketplaces and of networks in the
+same way (Bojinov, Simchi-Levi, Zhao 2023, "Design and Analysis of Switchback Experiments").
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from typing import Any
 
 import numpy as np
 
 from draftdial.controller.bench_adjust import adjusted
+from draftdial.controller.bench_arms import Arm
 from draftdial.controller.bench_loads import Load
 from draftdial.controller.bench_metrics import policy_figures
 from draftdial.controller.bench_report import ADJUSTED, Run, paired_logs
@@ -67,7 +68,7 @@ class SwitchbackBench(Bench):
                 finally:
                     gc.enable()
                     gc.unfreeze()
-                    self._resume(*self._paused)
+                    self._give_up(document)
                 for server in self._has_cache:
                     flush_cache(server)  # as soon as what was given up is over
 
@@ -107,10 +108,10 @@ class SwitchbackBench(Bench):
     async def _turn(self, name: str, load: Load, served: EndlessLoad) -> dict[str, Any]:
         """What one arm does in one window."""
         arm = self.arms.get(name)
-        await asyncio.to_thread(self._switch, name)
+        held_s = await asyncio.to_thread(self._switch, name)
         await asyncio.sleep(SETTLE_S)
-        before = await asyncio.to_thread(self.steered.status_of, arm) if arm is not None else {}
-        delivered, seed, num_errors = served.delivered, served.seed, len(served.errors)
+        before = await self._begun(arm, held_s, served) if arm is not None else {}
+        delivered, seed = served.delivered, served.seed
         tokens, begun, begun_s, cpu_s = (
             delivered.tokens,
             delivered.begun,
@@ -125,7 +126,9 @@ class SwitchbackBench(Bench):
         if arm is not None:
             check_off_mode(before, after)
             tokens, window_s = _between(before, after)
-        errors = served.errors[num_errors:]
+        errors = served.take_errors()
+        if not errors and (tokens <= 0 or window_s <= 0):
+            errors = [f"no output token in a turn of {self._window_s:g} s"]
         if errors:
             print(f"draftdial: {name}, {load.label}: {errors[0]}", file=sys.stderr)
         return {
@@ -134,18 +137,31 @@ class SwitchbackBench(Bench):
             "requests": begun,
             "failed": len(errors),
             "driver_cpu_share": cpu_share,
-            "output_tok_s": tokens / window_s,
+            "output_tok_s": tokens / window_s if window_s > 0 else 0.0,
             "window_s": window_s,
         } | policy_figures(before, after)
 
-    def _switch(self, name: str) -> None:
-        """Let one arm go on, and no other."""
+    async def _begun(self, arm: Arm, held_s: float | None, served: EndlessLoad) -> dict[str, Any]:
+        """The status that a turn begins with, of a result after `held_s`: one before counts the pause in."""
+        while True:
+            status = await asyncio.to_thread(self.steered.status_of, arm)
+            if held_s is None or served.errors or status.get("processed_s") != held_s:
+                return status
+            await asyncio.sleep(SETTLE_S / 10)
+
+    def _switch(self, name: str) -> float | None:
+        """Let one arm go on, and no other; when the steered server's newest result was, if it was paused."""
         server, arm = self._server(name), self.arms.get(name)
         for other in self._has_cache.keys() - {server} - self._paused:
             self._pause(other)
-        self._resume(*self._paused & {server})
+        held_s = None
+        if arm is not None and server in self._paused:
+            held_s = self.steered.status().get("processed_s")
+        if server in self._paused:
+            self._resume(server)
         if arm is not None:
             self.steered.set(arm, keeps_memory=True)
+        return held_s
 
     def _pause(self, server: Server) -> None:
         """Keep its requests where they are; nothing to do where there is no other server."""
@@ -153,10 +169,16 @@ class SwitchbackBench(Bench):
             server.post("/pause_generation", {"mode": "in_place"})
             self._paused.add(server)
 
-    def _resume(self, *servers: Server) -> None:
-        for server in servers:
-            server.post("/continue_generation", {})
-            self._paused.discard(server)
+    def _resume(self, server: Server) -> None:
+        server.post("/continue_generation", {})
+        self._paused.discard(server)
+
+    def _give_up(self, document: dict[str, Any]) -> None:
+        """Leave no server paused, whichever of them is dead, and write what there is."""
+        with ExitStack() as stack:
+            stack.callback(self.write, document)
+            for server in self._paused:
+                stack.callback(self._resume, server)
 
     def _list(self, load: Load, seed: int) -> str:
         """The fingerprint of a list."""
@@ -176,25 +198,26 @@ def _between(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[int, 
     tokens back and leaves them to the next.
 
     Raises:
-        ServerRefused: there is no result between them, or the server does not count.
+        ServerRefused: the server does not count.
     """
     names = ("output_tokens", "processed_s")
     if not all(name in after for name in names):
         raise ServerRefused("it does not count output tokens: is draftdial there as old as this one?")
     tokens, seconds = (after[name] - before[name] for name in names)
-    if seconds <= 0:
-        raise ServerRefused("it decoded nothing in a turn")
     return tokens, seconds
 
 
 def left_behind(runs: Sequence[Run], share: float) -> set[str]:
     """Arms more than `share` slower than the fastest, by all of the 95 % interval of their ratio.
 
-    `runs` are of one load; the fastest is that of the highest mean throughput, of `LEAST_TURNS` at least.
+    `runs` are of one load; the fastest is that of the highest mean throughput, of `LEAST_TURNS` at least,
+    among the arms of the newest cycle: one that was left out before may have met a faster host.
     """
+    newest = max((run["repeat"] for run in runs), default=0)
+    in_play = {run["arm"] for run in runs if run["repeat"] == newest}
     by_arm: dict[str, list[Run]] = {}
     for run in adjusted(runs):
-        if not run["failed"]:
+        if not run["failed"] and run["arm"] in in_play:
             by_arm.setdefault(run["arm"], []).append(run)
     by_arm = {name: of_arm for name, of_arm in by_arm.items() if len(of_arm) >= LEAST_TURNS}
     if not by_arm:
@@ -204,7 +227,7 @@ def left_behind(runs: Sequence[Run], share: float) -> set[str]:
     best = max(by_arm, key=lambda name: float(np.mean([run[ADJUSTED] for run in by_arm[name]])))
     behind = set()
     for name in by_arm.keys() - {best}:
-        _, low, _ = combined_interval([paired_logs(by_arm[name], by_arm[best])])
-        if low > -np.log1p(-share):
+        logs = paired_logs(by_arm[name], by_arm[best])
+        if len(logs) >= LEAST_TURNS and combined_interval([logs])[1] > -np.log1p(-share):
             behind.add(name)
     return behind

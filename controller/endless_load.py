@@ -57,6 +57,11 @@ class EndlessLoad:
         await asyncio.gather(*self._slots, return_exceptions=True)
         await self._client.close()
 
+    def take_errors(self) -> list[str]:
+        """Those since the last call."""
+        errors, self.errors = self.errors, []
+        return errors
+
     async def _keep_full(self) -> None:
         while True:
             answer = await self._client.generate(next(self._bodies))

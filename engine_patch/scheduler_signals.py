@@ -163,6 +163,8 @@ class SchedulerSignals:
     def output_tokens(self) -> int:
         """Of all requests up to the newest result, also of those that go on; without probes. O(requests)."""
         live = [*self._live(), *self._scheduler.waiting_queue]  # those that were sent back keep theirs
+        if self._chunked is not None and self._chunked.finished_reason is None:
+            live.append(self._chunked)  # also while they are prefilled again
         return self._tokens_of_finished + sum(len(req.output_ids) for req in live if not is_probe(req))
 
     def recount(self) -> dict[str, int]:

@@ -53,6 +53,24 @@ def test_prefills_that_fall_into_a_turn_by_chance_are_taken_out() -> None:
     assert abs(np.mean(errors[ADJUSTED])) < 0.003, "adjusting favours nobody"
 
 
+def test_a_prefill_gives_back_as_much_time_whatever_the_arm() -> None:
+    for seed in range(10):
+        turns = adjusted(turns_of({"slow": 2000.0, "fast": 10000.0}, 12, seed))
+        for arm in ("slow", "fast"):
+            rates = [turn[ADJUSTED] for turn in turns if turn["arm"] == arm]
+            assert max(rates) < 1.01 * min(rates), "without noise all turns of an arm are alike"
+
+
+def test_turns_of_as_many_prefills_each_are_not_told_apart_by_them() -> None:
+    rng = np.random.default_rng(7)
+    turns = turns_of({"slow": 60.0, "fast": 300.0}, 3, 0)
+    for turn in turns:  # as three short turns with one request in flight may be
+        turn["requests"] = int(turn["arm"] == "fast")
+        turn["output_tok_s"] *= math.exp(0.02 * rng.normal())
+    for turn in adjusted(turns):
+        assert turn[ADJUSTED] == pytest.approx(turn["output_tok_s"], rel=0.05)
+
+
 def test_adjusting_leaves_alone_what_it_knows_nothing_of() -> None:
     turns = turns_of({"a": 9000.0, "b": 8000.0}, 3, 1)
     void = turns[0] | {"failed": 2}
@@ -86,3 +104,16 @@ def test_what_is_surely_behind_is_left_out() -> None:
     for seed in range(200):
         dropped += bool(left_behind(turns_of({"a": 1e4, "b": 1e4, "c": 1e4}, 6, seed, 0.05), 0.03))
     assert dropped <= 10, "of arms that are alike hardly any"
+
+
+def test_an_arm_that_is_out_is_not_the_fastest_because_the_host_was() -> None:
+    speeds = {"best": 10000.0, "far": 9000.0}
+    early = turns_of({arm: 1.5 * speed for arm, speed in speeds.items()} | {"out": 12000.0}, 3, 5, 0.02)
+    late = [turn | {"repeat": 3 + turn["repeat"]} for turn in turns_of(speeds, 9, 6, 0.02)]
+    assert left_behind([*early, *late], 0.03) == {"far"}
+
+
+def test_turns_of_no_common_cycle_say_nothing() -> None:
+    turns = turns_of({"a": 10000.0, "b": 5000.0}, 8, 5, 0.02)
+    odd = [turn | {"failed": int((turn["arm"] == "a") == (turn["repeat"] % 2 == 0))} for turn in turns]
+    assert left_behind(odd, 0.03) == set()

@@ -94,6 +94,19 @@ def test_a_chunked_prefill_waits_with_what_is_left_of_it() -> None:
     assert (row(scheduler)["num_waiting"], row(scheduler)["num_admitted"]) == (0, 1)
 
 
+def test_a_retracted_request_keeps_its_output_while_it_is_prefilled_again_in_chunks() -> None:
+    scheduler = SchedulerDouble()
+    kept, sent_back = scheduler.queue("a"), scheduler.queue("b", num_prompt=20)
+    scheduler.prefill(kept, sent_back)
+    scheduler.decode()
+    scheduler.retract(sent_back)
+    assert scheduler.signals.output_tokens() == 4
+    scheduler.prefill(sent_back, chunk_end=8)
+    assert scheduler.signals.output_tokens() == 4
+    scheduler.prefill(sent_back)
+    assert scheduler.signals.output_tokens() == 5
+
+
 def test_an_aborted_request_leaves_the_queue_unseen() -> None:
     scheduler = SchedulerDouble()
     scheduler.prefill(scheduler.queue("a"))

@@ -245,3 +245,32 @@ def test_a_benchmark_that_is_interrupted_puts_the_server_back(steered: SteeredSe
         bench.kill()
     assert (bench.returncode, error) == (130, "")
     assert steered.status()["forced_k"] == -1
+
+
+def test_turns_that_are_interrupted_leave_no_server_paused(
+    steered: SteeredServer, reference: Reference, tmp_path: Path
+) -> None:
+    before = steered.status()
+    command = [sys.executable, "-m", "draftdial.controller.cli", "bench", steered.url, "--closed", "1,2,3,4"]
+    command += ["--arms", "fixed-3", "--no-spec", reference.server.url, "--switchback", "5"]
+    bench = subprocess.Popen(
+        [*command, "--repeats", "1", "--out", str(tmp_path)],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        while steered.status()["forced_k"] != 3:  # in its turn: the other server is paused
+            assert bench.poll() is None
+            time.sleep(0.2)
+        bench.send_signal(signal.SIGINT)
+        _, error = bench.communicate(timeout=600)
+    finally:
+        bench.kill()
+    assert (bench.returncode, error) == (130, "")
+    assert json.loads((tmp_path / "bench.json").read_text())["cells"] == []
+    after = steered.status()
+    assert [after[name] for name in ("mode", "forced_k")] == [before[name] for name in ("mode", "forced_k")]
+    for server in (steered, reference.server):
+        assert tokens_of(Sending(server, [Request((5, 6, 7), 8)]).answers())
+        server.flush()
