@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from draftdial.controller.bench_arms import NO_SPEC, Arm, SteeredArms
+from draftdial.controller.bench_drop import out_of_reach
 from draftdial.controller.bench_loads import Load, closed_loads, lengths_of
 from draftdial.controller.bench_metrics import figures, policy_figures
 from draftdial.controller.bench_report import SCHEMA, Run
@@ -247,16 +248,3 @@ def check_off_mode(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
     """ServerRefused if the server's k = 0 became another between two statuses."""
     if after.get("kv_only_fallback") != before.get("kv_only_fallback"):
         raise ServerRefused(f"its off mode kv-only fell back to warm: {after['kv_only_fallback']}")
-
-
-def out_of_reach(runs: Sequence[Run], share: float) -> set[str]:
-    """Arms whose best throughput is more than `share` below what some other arm had in its worst run.
-
-    `runs` are of one load. Runs with failed requests are void and say nothing.
-    """
-    rates: dict[str, list[float]] = {}
-    for run in runs:
-        if not run["failed"]:
-            rates.setdefault(run["arm"], []).append(run["output_tok_s"])
-    surely = max(map(min, rates.values()), default=0.0)
-    return {arm for arm, of_arm in rates.items() if max(of_arm) < (1 - share) * surely}

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from draftdial.controller.bench_adjust import adjusted
 from draftdial.controller.bench_arms import Arm
+from draftdial.controller.bench_drop import left_behind
 from draftdial.controller.bench_loads import Load
 from draftdial.controller.bench_metrics import policy_figures
-from draftdial.controller.bench_report import ADJUSTED, Run, paired_logs
+from draftdial.controller.bench_report import Run
 from draftdial.controller.bench_runs import Bench, check_off_mode, progress_bar
 from draftdial.controller.bench_work import fingerprint
 from draftdial.controller.endless_load import EndlessLoad
@@ -34,8 +34,6 @@ SETTLE_S = 0.2
 """Between a switch and what is counted: rounds that were under way, and what a tier's first rounds cost."""
 WARM_UP_BEGUN = 2
 """Requests of each slot that begin before anything is counted, so that their ages mix."""
-LEAST_TURNS = 3
-"""Of every arm before one may be left out."""
 
 
 class SwitchbackBench(Bench):
@@ -205,29 +203,3 @@ def _between(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[int, 
         raise ServerRefused("it does not count output tokens: is draftdial there as old as this one?")
     tokens, seconds = (after[name] - before[name] for name in names)
     return tokens, seconds
-
-
-def left_behind(runs: Sequence[Run], share: float) -> set[str]:
-    """Arms more than `share` slower than the fastest, by all of the 95 % interval of their ratio.
-
-    `runs` are of one load; the fastest is that of the highest mean throughput, of `LEAST_TURNS` at least,
-    among the arms of the newest cycle: one that was left out before may have met a faster host.
-    """
-    newest = max((run["repeat"] for run in runs), default=0)
-    in_play = {run["arm"] for run in runs if run["repeat"] == newest}
-    by_arm: dict[str, list[Run]] = {}
-    for run in adjusted(runs):
-        if not run["failed"] and run["arm"] in in_play:
-            by_arm.setdefault(run["arm"], []).append(run)
-    by_arm = {name: of_arm for name, of_arm in by_arm.items() if len(of_arm) >= LEAST_TURNS}
-    if not by_arm:
-        return set()
-    from draftdial.controller.statistics import combined_interval
-
-    best = max(by_arm, key=lambda name: float(np.mean([run[ADJUSTED] for run in by_arm[name]])))
-    behind = set()
-    for name in by_arm.keys() - {best}:
-        logs = paired_logs(by_arm[name], by_arm[best])
-        if len(logs) >= LEAST_TURNS and combined_interval([logs])[1] > -np.log1p(-share):
-            behind.add(name)
-    return behind

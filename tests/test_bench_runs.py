@@ -14,8 +14,9 @@ from test_client import FakeSglang, serve  # noqa: F401
 
 from draftdial.controller import bench_runs
 from draftdial.controller.bench_arms import Arm, SteeredArms
+from draftdial.controller.bench_drop import out_of_reach
 from draftdial.controller.bench_report import cells, table
-from draftdial.controller.bench_runs import Bench, out_of_reach
+from draftdial.controller.bench_runs import Bench
 from draftdial.controller.bench_work import Work
 from draftdial.controller.load_run import LoadResult
 from draftdial.controller.policy_file import PolicyFile

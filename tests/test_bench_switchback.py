@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from draftdial.controller.bench_adjust import adjusted
+from draftdial.controller.bench_drop import left_behind
 from draftdial.controller.bench_report import ADJUSTED, cells, table
-from draftdial.controller.bench_switchback import left_behind
 
 PREFILL_S, ANSWER = 0.01, 300.0
 
