@@ -27,7 +27,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "bench",
         help="drive a server and compare how it is steered",
-        epilog="Each arm meets the same requests in every repeat; arms take turns in a rotated order.",
+        epilog="Each arm meets the same requests in every repeat, in an order that rotates; with "
+        "--switchback arms share one load, in a random order. docs/measuring.md says when to take which.",
     )
     parser.add_argument("url", metavar="URL", help="a steered server that nobody else uses meanwhile")
     parser.add_argument(

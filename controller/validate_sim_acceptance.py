@@ -47,7 +47,8 @@ class GivenAcceptance:
         found = [AcceptanceArrays(self._arrays_of(names)).sha256[:12] for names in (self.domains, own)]
         if not any(sha256 in replayed for sha256 in found):
             raise UserError(
-                f"--acceptance: found arrays of sha256 {found[0]}, allowed: what {source} replays: {replayed}"
+                f"--acceptance: found arrays of sha256 {found[0]} (their order counts), allowed: what "
+                f"{source} replays: {replayed}"
             )
 
     def bank(self, domains: Sequence[str]) -> AcceptanceBank:

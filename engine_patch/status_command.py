@@ -49,7 +49,8 @@ def status_lines(status: Status) -> Iterator[str]:
     tiers = status["tiers"].replace(",", ", ")
     yield _line("policy", f"{status['policy_id']} ({status['policy_name']}), tiers {tiers}")
     forced = f", k = {status['forced_k']} forced" if status["forced_k"] >= 0 else ""
-    yield _line("mode", f"{status['mode']}{forced}; k = {status['k']} now")
+    now = f"k = {status['k']} now" if status["k"] >= 0 else "no round yet"
+    yield _line("mode", f"{status['mode']}{forced}; {now}")
     if not status.get("is_bound", 1):
         yield _line("NOT BOUND", "the scheduler's loop was not hooked: SGLang's own rule decides")
     if status.get("measuring"):
@@ -63,11 +64,11 @@ def status_lines(status: Status) -> Iterator[str]:
     if status["drafted"]:
         yield _line("drafts", f"{status['drafted']:,}, {status['wasted'] / status['drafted']:.1%} wasted")
     if "acceptance" in status:
-        yield _line(
-            "belief",
-            f"first draft token accepted {status['acceptance']:.2f}, "
-            f"k = {status['k']} makes {status['predicted_speedup']:.2f} times the tokens per second of k = 0",
-        )
+        belief = f"first draft token accepted {status['acceptance']:.2f}"
+        if status["k"]:
+            times = f"{status['predicted_speedup']:.2f} times the tokens per second of k = 0"
+            belief += f", k = {status['k']} makes {times}"
+        yield _line("belief", belief)
     if "signals.round_id" in status:
         yield _line("last seen", _seen_text(status))
     if status.get("ranks", 1) > 1:

@@ -128,7 +128,11 @@ def changed(served: SimulatedBenches, **options: Any) -> Path:
             "drawn again: prompts gone.jsonl",
         ),
         (lambda served: changed(served, per_slot=7), tuple(MEANS), "found list .*, which was served"),
-        (lambda served: changed(served), ("good", "poor"), "found arrays of sha256 [0-9a-f]{12}, allowed"),
+        (
+            lambda served: changed(served),
+            ("good", "poor"),
+            r"found arrays of sha256 [0-9a-f]{12} \(their order counts\), allowed",
+        ),
         (lambda served: changed(served), ("poor",), "--acceptance: found poor, allowed: good, too"),
         (lambda served: changed(served), (), "--acceptance: none given"),
         (lambda served: served.bench("b.json", "good", options={}), ("good",), "an older draftdial wrote it"),

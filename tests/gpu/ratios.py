@@ -66,7 +66,7 @@ def row(runs: list[Run]) -> str:
         columns += [best + (f" ({', '.join(near)})" if near else ""), shown(by_arm, best)]
     else:
         columns += ["", ""]
-    columns += [shown(by_arm, NO_SPEC), shown(by_arm, RULE)]
+    columns += [shown(by_arm, NO_SPEC), shown(by_arm, RULE), shown(by_arm, NO_SPEC, "off")]
     return " | ".join(map(str, columns))
 
 
@@ -75,11 +75,11 @@ def rate(run: Run) -> float:
     return found
 
 
-def shown(by_arm: dict[str, list[Run]], rival: str) -> str:
-    if rival not in by_arm:
+def shown(by_arm: dict[str, list[Run]], rival: str, arm: str = POLICY) -> str:
+    if rival not in by_arm or arm not in by_arm:
         return ""
-    mean, low, high = ratio(by_arm, POLICY, rival)
-    pairs = len(paired_logs(by_arm[rival], by_arm[POLICY]))
+    mean, low, high = ratio(by_arm, arm, rival)
+    pairs = len(paired_logs(by_arm[rival], by_arm[arm]))
     return f"{mean:.2f} ({low:.2f} to {high:.2f}; {pairs})"
 
 

@@ -3,7 +3,7 @@
 python3 tests/gpu/short_requests.py FOLDER
 
 Prompts are log-normal around 128 tokens, sigma 0.5, within 16 and 512. In `long.csv`, 4,000 requests for
-`--lengths trace:`, answers are so around 640 tokens, within 128 and 1,536: a server decodes most of the time.
+`--lengths trace:`, answers are so around 640 tokens, within 128 and 1,024: a server decodes most of the time.
 In `even.csv` all answers are of 320, so that few slots begin and end together.
 In `swing.csv`, 12 s of Poisson arrivals for `--trace`, 3 s at 12 requests a second, 3 s at 80, and again,
 they are around 128, within 32 and 384.
@@ -58,5 +58,5 @@ if __name__ == "__main__":
     folder, rng = Path(sys.argv[1]), np.random.default_rng(SEED)
     often = [0.01 * i for i in range(4000)]
     write(folder / "swing.csv", swing(rng), rng, 32, 384, MEDIAN)
-    write(folder / "long.csv", often, rng, 128, 1536, LONG_MEDIAN)
+    write(folder / "long.csv", often, rng, 128, 1024, LONG_MEDIAN)
     write(folder / "even.csv", often, rng, EVEN, EVEN, EVEN)
