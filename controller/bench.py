@@ -6,10 +6,9 @@ import argparse
 import importlib
 import json
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from draftdial.controller.bench_adjust import adjusted
 from draftdial.controller.bench_arms import ALLOWED, NO_SPEC, Arm, SteeredArms
 from draftdial.controller.bench_checks import check_domains, check_lengths
 from draftdial.controller.bench_loads import PER_SLOT
@@ -112,6 +111,8 @@ def run(args: argparse.Namespace) -> int:
     baseline = args.baseline or names[-1]
     if baseline not in names:
         raise UserError(f"--baseline: found {baseline}, allowed: {', '.join(names)}")
+    if args.switchback is not None and (args.rates or args.swing or args.trace):
+        raise UserError("--switchback: found --rates, --swing or --trace, allowed: --closed alone")
     if args.repeats > 1:
         importlib.import_module(
             "draftdial.controller.statistics"
@@ -122,24 +123,22 @@ def run(args: argparse.Namespace) -> int:
     for url in filter(None, (args.url, args.no_spec)):
         check_lengths(work, Server(url, args.api_key))
     limits = Limits(args.slo_ttft, args.slo_tpot, args.timeout)
-    options: dict[str, Any] = {
-        "limits": limits,
-        "drop": args.drop,
-        "api_key": args.api_key,
-        "no_spec": args.no_spec,
-    }
-    bench = Bench(steered, arms, work, args.out, **options)
-    if args.switchback is not None:
-        if args.rates or args.swing or args.trace:
-            raise UserError("--switchback: found --rates, --swing or --trace, allowed: --closed alone")
-        bench = SwitchbackBench(steered, arms, work, args.out, window_s=args.switchback, **options)
+    kind = Bench if args.switchback is None else partial(SwitchbackBench, window_s=args.switchback)
+    bench = kind(
+        steered,
+        arms,
+        work,
+        args.out,
+        limits=limits,
+        drop=args.drop,
+        api_key=args.api_key,
+        no_spec=args.no_spec,
+    )
     try:
         document = bench.measured(baseline)
     except ServerRefused as refused:
         print(f"draftdial: bench: {steered.server.url}: {refused}", file=sys.stderr)
         return 1
-    if args.switchback is not None:
-        document["runs"] = adjusted(document["runs"])
     document["cells"] = cells(document["runs"], baseline)
     bench.write(document)
     written = write_report(document, args.out)

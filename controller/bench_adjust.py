@@ -1,6 +1,6 @@
 """Turns of a switchback benchmark, freed of how many prefills happened to fall into them.
 
-All arms answer the same requests, so in the long run all have the same number of prefills per output token. A
+All arms answer requests of the same list, so in the long run all have as many prefills per output token. A
 turn of a second has more or fewer, and a prefill stops decoding. The number is a control variate: what one
 prefill takes is the slope of a regression within arms (Lavenberg and Welch 1981, "A Perspective on the Use
 of Control Variables to Increase the Efficiency of Monte Carlo Simulations").

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from draftdial.controller.bench_adjust import adjusted
-from draftdial.controller.bench_report import ADJUSTED, Run, paired_logs
+from draftdial.controller.bench_report import Run, paired_logs, throughput
 
 LEAST_TURNS = 3
 """Of every arm before one may be left behind."""
@@ -43,7 +43,7 @@ def left_behind(runs: Sequence[Run], share: float) -> set[str]:
         return set()
     from draftdial.controller.statistics import combined_interval
 
-    best = max(by_arm, key=lambda name: float(np.mean([run[ADJUSTED] for run in by_arm[name]])))
+    best = max(by_arm, key=lambda name: float(np.mean([throughput(run) for run in by_arm[name]])))
     behind = set()
     for name in by_arm.keys() - {best}:
         logs = paired_logs(by_arm[name], by_arm[best])

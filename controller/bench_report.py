@@ -39,9 +39,8 @@ def cells(runs: Sequence[Run], baseline: str) -> list[dict[str, Any]]:
 
     Cost is mean E2E in open loop and 1 / output tok/s in closed loop (of turns, as `bench_adjust` has it), so
     a ratio below 1 is better. Repeats are paired: the same requests, or turns of one cycle; one that only one
-    of the two ran is in the means alone. The interval is
-    Student's t on the logs, 95 %, of that pair alone; it needs two repeats. Runs with failed requests are
-    void and in none of it.
+    of the two ran is in the means alone. The interval is Student's t on the logs, 95 %, of that pair alone,
+    and needs two repeats. Runs with failed requests are void and in none of it.
     """
     grouped: dict[tuple[str, float | None], dict[str, list[Run]]] = {}
     for run in runs:
@@ -98,9 +97,12 @@ def _means(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def _cost(run: Run) -> float:
-    if run["mode"] == "open":
-        return float(run["e2e_mean_s"])
-    return 1 / float(run[ADJUSTED if ADJUSTED in run else "output_tok_s"])
+    return float(run["e2e_mean_s"] if run["mode"] == "open" else 1 / throughput(run))
+
+
+def throughput(run: Run) -> float:
+    """Output tokens a second; of a turn, adjusted."""
+    return float(run[ADJUSTED if ADJUSTED in run else "output_tok_s"])
 
 
 def paired_logs(runs: Sequence[Run], others: Sequence[Run]) -> FloatArray:

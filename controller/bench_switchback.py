@@ -12,12 +12,13 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from typing import Any
 
 import numpy as np
 
+from draftdial.controller.bench_adjust import adjusted
 from draftdial.controller.bench_arms import Arm
 from draftdial.controller.bench_drop import left_behind
 from draftdial.controller.bench_loads import Load
@@ -35,6 +36,9 @@ SETTLE_S = 0.2
 WARM_UP_BEGUN = 2
 """Requests of each slot that begin before anything is counted, so that their ages mix."""
 
+Told = Callable[[str, Load, int], None]
+"""Takes the arm, the load and the cycle of a turn that has ended."""
+
 
 class SwitchbackBench(Bench):
     """Every run is a turn: `window_s` seconds of one arm; `repeat` counts the cycles of all arms."""
@@ -46,6 +50,12 @@ class SwitchbackBench(Bench):
         self.more_options = {"switchback": window_s}
         self._lists: dict[tuple[str, int], str] = {}
         self._paused: set[Server] = set()
+
+    def measured(self, baseline: str) -> dict[str, Any]:
+        """As `Bench`; every turn has its adjusted throughput, too."""
+        document = super().measured(baseline)
+        document["runs"] = adjusted(document["runs"])
+        return document
 
     def _run(self, document: dict[str, Any]) -> None:
         work, arms = self.work, document["arms"]
@@ -71,7 +81,7 @@ class SwitchbackBench(Bench):
                     flush_cache(server)  # as soon as what was given up is over
 
     async def _cycles(
-        self, load: Load, document: dict[str, Any], rng: np.random.Generator, told: Any
+        self, load: Load, document: dict[str, Any], rng: np.random.Generator, told: Told
     ) -> None:
         """All turns under one load."""
         arms: list[str] = document["arms"]

@@ -168,7 +168,7 @@ class ServedBench:
         if work.options.get("switchback"):
             work = Work.of(work.options | {"per_slot": max(TURNS_PER_SLOT, work.options["per_slot"] or 0)})
             seeds = [work.options["seed"]] * len(runs)
-        loads = {(load.workload, load.value): load for load in work.loads}
+        loads = _by_place(work)
         served = [(run["workload"], run["load"], seed) for run, seed in zip(runs, seeds, strict=True)]
         once = {place: i for i, place in enumerate(dict.fromkeys(served))}
         lists = [work.requests(loads[workload, load], seed) for workload, load, seed in once]
@@ -186,8 +186,7 @@ class ServedBench:
         return None if file is None else load_policy(file)
 
     def _load(self, run: Run) -> Load:
-        loads = {(load.workload, load.value): load for load in self.work.loads}
-        return loads[run["workload"], run["load"]]
+        return _by_place(self.work)[run["workload"], run["load"]]
 
     def _check_shape(self) -> None:
         """Touch all that is read later, so that what is missing or of another type is found now."""
@@ -210,6 +209,10 @@ class ServedBench:
                     f"{self.source}: {load.label}, seed {run['seed']}: found list {found}, allowed: "
                     f"{run['list']}, which was served: have its files changed?"
                 )
+
+
+def _by_place(work: Work) -> dict[tuple[str, float | None], Load]:
+    return {(load.workload, load.value): load for load in work.loads}
 
 
 def check_server(

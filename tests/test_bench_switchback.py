@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -117,3 +120,24 @@ def test_turns_of_no_common_cycle_say_nothing() -> None:
     turns = turns_of({"a": 10000.0, "b": 5000.0}, 8, 5, 0.02)
     odd = [turn | {"failed": int((turn["arm"] == "a") == (turn["repeat"] % 2 == 0))} for turn in turns]
     assert left_behind(odd, 0.03) == set()
+
+
+def test_the_published_table_is_what_its_command_prints() -> None:
+    root = Path(__file__).parent.parent
+    raw = root / "docs" / "results" / "h200-turns-2026-11-30.json"
+    command = [sys.executable, str(root / "tests" / "gpu" / "ratios.py"), "--by-rounds", str(raw)]
+    header, _, *printed = subprocess.run(
+        command, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert {line.count("|") for line in printed} == {header.count("|")}
+    section = (root / "docs" / "results.md").read_text().split("## Turns on a slow host")[1].split("\n## ")[0]
+    shown = [line for line in section.splitlines() if " to " in line and line.startswith("|")]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed]
+    published = [row for row in rows if row[5] and row[0] != "poor"]
+    assert len(shown) == len(published) == 20
+    for row in published:
+        ratios = [f"{cell.split(';')[0]})" for cell in row[5:7]]
+        assert any(
+            line.endswith(f" {ratios[0]} | {ratios[1]} |") and f"| {row[1]} | {row[3]} |" in line
+            for line in shown
+        ), row

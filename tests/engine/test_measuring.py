@@ -118,12 +118,23 @@ def test_servers_are_started_with_and_without_speculation(models: Path, tmp_path
     )
 
 
+@pytest.fixture
+def lengths(tmp_path: Path) -> Path:
+    path = tmp_path / "lengths.csv"
+    path.write_text("arrival_s,input_tokens,output_tokens\n0,20,12\n0.1,40,8\n0.2,9,16\n0.3,30,10\n")
+    return path
+
+
+def setting_of(server: SteeredServer) -> list[object]:
+    """What a benchmark is to put back."""
+    status = server.status()
+    return [status[name] for name in ("mode", "forced_k", "policy_sha256")]
+
+
 def test_arms_are_compared_and_the_server_is_put_back(
-    steered: SteeredServer, reference: Reference, tmp_path: Path
+    steered: SteeredServer, reference: Reference, lengths: Path, tmp_path: Path
 ) -> None:
-    lengths = tmp_path / "lengths.csv"
-    lengths.write_text("arrival_s,input_tokens,output_tokens\n0,20,12\n0.1,40,8\n0.2,9,16\n0.3,30,10\n")
-    before = steered.status()
+    before = setting_of(steered)
     done = steered.command(
         *("bench", steered.url, "--arms", "steer", "off", "sglang-adaptive", "fixed-3"),
         *("--no-spec", reference.server.url, "--closed", "1,4", "--rates", "20", "--trace", str(lengths)),
@@ -138,18 +149,13 @@ def test_arms_are_compared_and_the_server_is_put_back(
     assert by_arm["fixed-3"]["rounds_at_k"]["3"] == by_arm["fixed-3"]["rounds"] > 0
     assert "rounds" not in by_arm["no-spec"] and by_arm["no-spec"]["output_tok_s"] > 0
     assert len(list(csv.reader((tmp_path / "b" / "bench.csv").open()))) == 21
-    after = steered.status()
-    assert [after[name] for name in ("mode", "forced_k", "policy_sha256")] == [
-        before[name] for name in ("mode", "forced_k", "policy_sha256")
-    ]
+    assert setting_of(steered) == before
 
 
 def test_arms_switch_back_and_forth_under_one_load(
-    steered: SteeredServer, reference: Reference, tmp_path: Path
+    steered: SteeredServer, reference: Reference, lengths: Path, tmp_path: Path
 ) -> None:
-    lengths = tmp_path / "lengths.csv"
-    lengths.write_text("arrival_s,input_tokens,output_tokens\n0,20,12\n0.1,40,8\n0.2,9,16\n0.3,30,10\n")
-    before = steered.status()
+    before = setting_of(steered)
     done = steered.command(
         *("bench", steered.url, "--arms", "steer", "off", "fixed-3", "--no-spec", reference.server.url),
         *("--closed", "1,4", "--switchback", "0.6", "--repeats", "1", "--requests", "8"),
@@ -167,10 +173,7 @@ def test_arms_switch_back_and_forth_under_one_load(
     # At one request in flight and k = 0, every round makes a token, and every prefill.
     [turn] = [turn for turn in turns if turn["arm"] == "off" and turn["load"] == 1.0]
     assert turn["output_tok_s"] * turn["window_s"] == pytest.approx(turn["rounds"] + turn["requests"], abs=4)
-    after = steered.status()
-    assert [after[name] for name in ("mode", "forced_k", "policy_sha256")] == [
-        before[name] for name in ("mode", "forced_k", "policy_sha256")
-    ]
+    assert setting_of(steered) == before
     for server in (steered, reference.server):  # neither is left paused, nor with what was given up
         assert tokens_of(Sending(server, [Request((5, 6, 7), 8)]).answers())
         assert Server(server.url).post("/flush_cache", {})

@@ -10,34 +10,40 @@ few tokens (docs/decisions.md, 34). A steered turn's tokens are then C (rounds +
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from draftdial.controller.bench_adjust import adjusted
-from draftdial.controller.bench_report import ADJUSTED, Run, paired_logs
+from draftdial.controller.bench_report import Run, paired_logs, throughput
 from draftdial.controller.statistics import combined_interval
 
 POLICY, NO_SPEC, RULE = "steer", "no-spec", "policy:sglang-adaptive"
 
 
-def main(arguments: list[str]) -> None:
-    paths = [argument for argument in arguments if argument != "--by-rounds"]
-    print(
-        "| acceptance | C | repeats | policy, tok/s | best fixed | ÷ best | ÷ no speculation | ÷ adaptive |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
-    for path in paths:
+COLUMNS = (
+    *("acceptance", "C", "repeats", "policy, tok/s", "best fixed", "policy ÷ best", "÷ no speculation"),
+    *("÷ adaptive", "off ÷ no speculation"),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("paths", nargs="+", metavar="FILE")
+    parser.add_argument("--by-rounds", action="store_true")
+    args = parser.parse_args()
+    print(f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", sep="\n")
+    for path in args.paths:
         document = json.loads(Path(path).read_text())
         for bench in document.get("benches", {path: document}).values():
             kind = ",".join(bench["options"]["domains"])
             for load in dict.fromkeys(run["load"] for run in bench["runs"]):
                 runs = [run for run in bench["runs"] if run["load"] == load]
-                if len(paths) < len(arguments):
+                if args.by_rounds:
                     runs = [counted_by_rounds(run) for run in runs]
                 if bench["options"].get("switchback"):
                     runs = adjusted(runs)
@@ -57,7 +63,7 @@ def row(runs: list[Run]) -> str:
     for run in runs:
         if not run["failed"]:
             by_arm.setdefault(run["arm"], []).append(run)
-    rates = {arm: float(np.mean([rate(run) for run in of_arm])) for arm, of_arm in by_arm.items()}
+    rates = {arm: float(np.mean([throughput(run) for run in of_arm])) for arm, of_arm in by_arm.items()}
     fixed = [arm for arm in rates if arm == "off" or arm.startswith("fixed-")]
     columns: list[Any] = [len(by_arm[POLICY]), f"{rates[POLICY]:,.0f}"]
     if fixed:
@@ -68,11 +74,6 @@ def row(runs: list[Run]) -> str:
         columns += ["", ""]
     columns += [shown(by_arm, NO_SPEC), shown(by_arm, RULE), shown(by_arm, NO_SPEC, "off")]
     return " | ".join(map(str, columns))
-
-
-def rate(run: Run) -> float:
-    found: float = run[ADJUSTED if ADJUSTED in run else "output_tok_s"]
-    return found
 
 
 def shown(by_arm: dict[str, list[Run]], rival: str, arm: str = POLICY) -> str:
@@ -90,4 +91,4 @@ def ratio(by_arm: dict[str, list[Run]], arm: str, rival: str) -> tuple[float, fl
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

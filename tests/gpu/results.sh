@@ -15,8 +15,8 @@
 # REPEATS (9) of every load, turns of TURN_S seconds (0.75), with seeds from SEED (100) on; ARMS: other than all that may
 # win. TRAIN_SITE: packages that training needs beyond those on the Python path.
 # Leaves in OUT: h200-llama3-8b.json (the profile) and its measurements, policy.safetensors, off-500.json, off-2000.json,
-# host.jsonl and cores.jsonl (how slow the host was, when, and which of its cores), and PART/bench.json, which is whole at any time. Exit status 3 if the host
-# is too slow (SLOW_HOST=go: never mind), 4 if answers differ.
+# host.jsonl and cores.jsonl (how slow the host was, when, and which of its cores), and PART/bench.json, which is whole at
+# any time. Exit status 3 if the host is too slow (SLOW_HOST=go: never mind), 4 if answers differ.
 set -uo pipefail
 input=$1 out=$2
 shift 2
@@ -105,7 +105,8 @@ load() {
       span="--domain-span 1:4"
       ;;
     *)
-      how="$closed $repeats --per-slot 3 --requests 10 --lengths trace:$input/long.csv --drop 0.03 --switchback ${TURN_S:-0.75}"
+      how="$closed $repeats --per-slot 3 --requests 10 --lengths trace:$input/long.csv"
+      [[ $1 == adaptive* ]] || how="$how --switchback ${TURN_S:-0.75} --drop 0.03"
       span="--domain-span 20:80"
       ;;
   esac
