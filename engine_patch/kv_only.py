@@ -107,9 +107,9 @@ class KvOnly:
         **kwargs: Any,
     ) -> Any:
         """In place of SGLang's draft extend after a prefill; see `around_draft_extend_for_prefill`."""
-        self.settle()  # it reads prefixes, and reuses the slots of requests that have ended
 
         def run() -> Any:
+            self.settle()  # it reads prefixes, and reuses the slots of requests that have ended
             return original(worker, batch, hidden, next_token_ids, embeds, **kwargs)
 
         if not self.restart.is_cold or self.fallback or not is_plain(batch, embeds):
@@ -123,7 +123,7 @@ class KvOnly:
             return run()
         if "prefill" not in self._proven:
             return self._prove("prefill", prefill.owed, run) if prefill.proves else run()
-        self._attempt(self._write, prefill.owed)
+        self._owe(prefill.owed, None)
         if self.fallback:
             return run()
         self.num_prefills += 1
@@ -131,9 +131,9 @@ class KvOnly:
 
     def settle(self) -> None:
         """Write all of the draft's KV that is owed: something is about to read it, or to reuse its slots."""
-        owed = self._backlog.take()
-        if owed is not None:
-            self._attempt(self._write, owed)
+        taken = self._backlog.take()
+        if taken is not None:
+            self._attempt(self._write, *taken)
 
     def _prepared(self) -> str:
         """Get hold of the draft's projections; why that cannot be, if so."""
@@ -164,16 +164,16 @@ class KvOnly:
         self._agree(lambda: reason or self._difference(projected, owed.slots))
         return returned
 
-    def _owe(self, owed: Owed, requests: list[str]) -> None:
-        """Keep what a round needs, or write it where it is too much to be kept."""
-        if not self._backlog.takes(owed, requests):
+    def _owe(self, owed: Owed, requests: list[str] | None) -> None:
+        """Keep what a round or a prefill needs, or write it where it is too much to be kept."""
+        if not self._backlog.takes(owed):
             self.settle()
         if self.fallback:
             return
-        if self._backlog.takes(owed, requests):
+        if self._backlog.takes(owed):
             self._attempt(self._backlog.add, owed, requests)
         else:
-            self._attempt(self._write, owed)
+            self._attempt(self._write, owed, [slice(None)])
 
     def _attempt(self, step: Callable[..., None], *args: Any) -> None:
         try:
@@ -181,9 +181,11 @@ class KvOnly:
         except Exception as error:
             self._fall_back(f"{type(error).__name__}: {error}")
 
-    def _write(self, owed: Owed) -> None:
+    def _write(self, owed: Owed, parts: list[slice]) -> None:
         assert self._draft_kv is not None
-        self._draft_kv.write(owed.slots, *self._projected(owed))
+        key, value = self._projected(owed)
+        for part in parts:
+            self._draft_kv.write(owed.slots[part], key[part], value[part])
 
     def _projected(self, owed: Owed) -> Projected:
         assert self._draft_kv is not None

@@ -11,8 +11,6 @@ import sys
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from draftdial.engine_patch.kv_only_backlog import Owed
 
 if TYPE_CHECKING:
@@ -38,17 +36,21 @@ class Prefill:
 
         self._module = sys.modules[type(worker).__module__]
         self._next_token_ids = next_token_ids
-        lengths, begins = batch.extend_lens, batch.prefix_lens
+        lengths = batch.extend_lens
         self.proves = max(lengths) >= PROOF_TOKENS
-        places = [np.arange(begin, begin + n) for begin, n in zip(begins, lengths, strict=True)]
-        last = np.fromiter(accumulate(lengths), np.int64) - 1
-        sent = torch.from_numpy(np.concatenate([*places, last]))
-        if hidden.device.type != "cpu":  # from other memory the copy would be waited for
-            sent = sent.pin_memory().to(hidden.device, non_blocking=True)
-        positions, self._last = sent[: -len(last)], sent[-len(last) :]
-        token_ids = torch.roll(batch.input_ids, -1)
-        token_ids[self._last] = self._module._eagle_prefill_tail_tokens(batch, next_token_ids)
-        self.owed = Owed(hidden, token_ids, positions, batch.out_cache_loc)
+        self._ends = list(accumulate(lengths))
+        # Slices and ranges rather than an index sent over: behind a prefill the GPU waits for the host.
+        positions = [
+            torch.arange(begin, begin + n, device=hidden.device)
+            for begin, n in zip(batch.prefix_lens, lengths, strict=True)
+        ]
+        behind = self._module._eagle_prefill_tail_tokens(batch, next_token_ids)
+        token_ids = [
+            ids
+            for row, (end, n) in enumerate(zip(self._ends, lengths, strict=True))
+            for ids in (batch.input_ids[end - n + 1 : end], behind[row : row + 1])
+        ]
+        self.owed = Owed(hidden, torch.cat(token_ids), torch.cat(positions), batch.out_cache_loc)
 
     def draft_input(self, width: int) -> Any:
         """SGLang's `EagleDraftInput` for the next round, which must run the draft before it is drafted from.
@@ -58,11 +60,12 @@ class Prefill:
         """
         import torch
 
-        index = torch.zeros((len(self._last), 1), dtype=torch.int64, device=self._last.device)
+        hidden = self.owed.hidden
+        index = torch.zeros((len(self._ends), 1), dtype=torch.int64, device=hidden.device)
         return self._module.EagleDraftInput(
             topk_p=torch.ones_like(index, dtype=torch.float32),
             topk_index=index,
-            hidden_states=self.owed.hidden[self._last, :width],
+            hidden_states=torch.cat([hidden[end - 1 : end, :width] for end in self._ends]),
             bonus_tokens=self._next_token_ids,
             num_tokens_per_req=1,
             num_tokens_for_logprob_per_req=1,

@@ -423,13 +423,22 @@ def test_what_is_owed_is_written_at_once_before_the_draft_runs(round_at_zero: Fa
 
 
 def test_a_slot_that_changes_hands_keeps_what_its_last_owner_wrote(round_at_zero: Factory) -> None:
-    _, draft, run = round_at_zero()
+    kv_only, draft, run = round_at_zero()
     run()
+    for _ in range(2):  # what a prefill needs to be trusted, and a round to leave the draft out again
+        prefill(draft, LONG)
+        run()
+    draft.writes.clear(), draft.seen.clear()
     run(slots=(1, 2), requests="ab")
-    run(slots=(3, 1), requests="bc")  # a has ended
-    assert draft.writes == [[1, 2]]
-    prefill(draft, [5, 6, 7])
-    assert draft.writes == [[1, 2], [3, 1]]
+    run(slots=(3, 4), requests="ab")
+    run(slots=(5, 1), requests="bc")  # a has ended
+    prefill(draft, [3, 6, 7])
+    prefill(draft, [7, 8, 9])
+    run(slots=(6, 9), requests="bc")
+    assert draft.writes == []
+    kv_only.settle()
+    assert draft.writes == [[0, 2, 1, 2, 3, 4], [5, 1], [3, 6, 7], [7, 8, 9], [6, 9]]
+    assert len(draft.seen) == 1
 
 
 def test_a_write_that_fails_at_a_prefill_still_costs_a_warm_round(round_at_zero: Factory) -> None:
@@ -452,7 +461,9 @@ def test_prefills_between_rounds_that_left_the_draft_out_leave_it_out_too(round_
     assert prefill(draft, LONG) is None  # and this one proves it for prefills
     assert (kv_only.num_prefills, draft.writes) == (0, [[0, 2]])
     after = prefill(draft, [4, 5, 6, 7])
-    assert (kv_only.num_prefills, draft.writes[1:]) == (1, [[4, 5, 6, 7]])
+    assert (kv_only.num_prefills, draft.writes[1:]) == (1, [])
+    kv_only.settle()
+    assert draft.writes[1:] == [[4, 5, 6, 7]]
     assert draft.seen[-1] == ([11, 7, 13, 8], [3, 4, 0, 1])
     assert after.topk_index.tolist() == [[0], [0]] and after.topk_p.tolist() == [[1.0], [1.0]]
     assert after.hidden_states.tolist() == [[4.0, 5.0], [12.0, 13.0]]
@@ -489,7 +500,7 @@ def test_a_projection_that_fails_at_a_prefill_runs_the_draft(round_at_zero: Fact
         run()
         prefill(draft, LONG)
     draft.fails = True
-    kv_only._backlog.take()
+    kv_only._backlog = Backlog(capacity=3)  # too small for it
     assert prefill(draft, [4, 5, 6, 7]) is None
     assert kv_only.fallback == "RuntimeError: no such kernel" and draft.pool[4:8].eq(1.0).all()
 
@@ -527,7 +538,8 @@ def test_a_projection_that_raises_is_never_used_again(round_at_zero: Factory, fa
     if not fails_first:
         assert run() == 0
         draft.fails = True
-        assert run(requests="bc") == 1
+        kv_only._backlog.capacity = 2
+        assert run() == 1
         kv_only.settle()
         assert draft.writes == []
     assert kv_only.fallback == "RuntimeError: no such kernel"
