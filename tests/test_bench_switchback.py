@@ -124,20 +124,18 @@ def test_turns_of_no_common_cycle_say_nothing() -> None:
 
 def test_the_published_table_is_what_its_command_prints() -> None:
     root = Path(__file__).parent.parent
-    raw = root / "docs" / "results" / "h200-turns-2026-11-30.json"
-    command = [sys.executable, str(root / "tests" / "gpu" / "ratios.py"), "--by-rounds", str(raw)]
+    raw = root / "docs" / "results" / "h200-all-loads-2026-11-30.json"
+    command = [sys.executable, str(root / "tests" / "gpu" / "ratios.py"), str(raw)]
     header, _, *printed = subprocess.run(
         command, capture_output=True, text=True, check=True
     ).stdout.splitlines()
     assert {line.count("|") for line in printed} == {header.count("|")}
-    section = (root / "docs" / "results.md").read_text().split("## Turns on a slow host")[1].split("\n## ")[0]
+    section = (root / "docs" / "results.md").read_text().split("## Every load, ")[1].split("\n## ")[0]
     shown = [line for line in section.splitlines() if " to " in line and line.startswith("|")]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed]
-    published = [row for row in rows if row[5] and row[0] != "poor"]
-    assert len(shown) == len(published) == 20
-    for row in published:
-        ratios = [f"{cell.split(';')[0]})" for cell in row[5:7]]
-        assert any(
-            line.endswith(f" {ratios[0]} | {ratios[1]} |") and f"| {row[1]} | {row[3]} |" in line
-            for line in shown
-        ), row
+    published = [row for row in rows if row[1] not in ("", "all 1")]
+    assert len(shown) == len(published) == 23
+    for line, row in zip(shown, published, strict=True):
+        cells = [cell.strip() for cell in line.split("|")[2:-1]]
+        ratios = [f"{cell.split(';')[0].rstrip(')')})" if cell else "" for cell in row[5:8]]
+        assert [cells[0], cells[1], *cells[3:]] == [row[1], row[3], *ratios], row

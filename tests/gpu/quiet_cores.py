@@ -2,9 +2,10 @@
 
     python3 tests/gpu/quiet_cores.py --out FILE.jsonl    # appends how slow each core was, and who has which
 
-On a shared host some cores run slower than others for minutes, since somebody else's work shares them, and a
-scheduler's main thread sets the pace of every round. A core's speed is the best of some short loops, as a
-ratio to the fastest core's.
+On a shared host some cores run slower than others, since somebody else's work shares them, and a scheduler's
+main thread sets the pace of every round. A core's speed is the best of some short loops, as a ratio to the
+fastest core's. What shares a physical core with a scheduler stays empty; where the machine does not say what
+does, that is taken to be the neighbour by number.
 """
 
 from __future__ import annotations
@@ -28,8 +29,12 @@ def main() -> None:
     seconds = {core: seconds_on(core) for core in cores}
     os.sched_setaffinity(0, cores)
     schedulers = [process for process in processes() if name_of(process).startswith(SCHEDULER)]
-    quietest = sorted(cores, key=lambda core: seconds[core])[: len(schedulers)]
-    rest = set(cores) - set(quietest)
+    quietest: list[int] = []
+    rest = set(cores)
+    for core in sorted(cores, key=lambda core: seconds[core]):
+        if len(quietest) < len(schedulers) and core in rest:
+            quietest.append(core)
+            rest -= sharing(core)
     if not rest:
         schedulers = []  # no core would be left for anything else: they stay where they are
     else:
@@ -40,6 +45,7 @@ def main() -> None:
     fastest = min(seconds.values())
     found = {
         "at_s": round(time.time()),
+        "fastest_ms": round(1e3 * fastest, 4),
         "slowness": {core: round(seconds[core] / fastest, 3) for core in cores},
         "schedulers": dict(zip(schedulers, quietest, strict=False)),
     }
@@ -59,6 +65,18 @@ def seconds_on(core: int) -> float:
             total += step & 7
         best = min(best, time.perf_counter() - begun)
     return best
+
+
+def sharing(core: int) -> set[int]:
+    """The hardware threads of its physical core, itself among them."""
+    first, _, last = (
+        Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+        .read_text()
+        .strip()
+        .partition("-")
+    )
+    siblings = {int(each) for each in f"{first},{last or first}".split(",")}
+    return siblings | {core} if len(siblings) > 1 else {core, core ^ 1}
 
 
 def processes() -> list[int]:

@@ -1,18 +1,19 @@
-"""What benches of the policy come to: python3 tests/gpu/ratios.py [--by-rounds] FILE... prints a table.
+"""What benches of the policy come to: python3 tests/gpu/ratios.py FILE... prints a table.
 
 A FILE is a bench.json, or a file of docs/results that holds several under `benches`. Per load: the policy's
 output tokens a second, its ratio to the best of `off` and every fixed k, to the server without speculation
-and to SGLang's rule, each with its 95 % interval and pairs, and what cannot be told from the best.
+and to SGLang's rule, each with its 95 % interval and pairs, and what cannot be told from the best; last, the
+geometric mean over the loads of each acceptance.
 
---by-rounds: for h200-turns-2026-11-30.json, whose tokens were counted at the client, which favours rounds of
-few tokens (docs/decisions.md, 34). A steered turn's tokens are then C (rounds + drafts accepted per request).
+The best in hindsight is the luckiest, too, and a ratio to it too low. `elsewhere` is the ratio to what was
+best in all *other* repeats, which errs to the other side: that need not be the best.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,75 +21,93 @@ import numpy as np
 
 from draftdial.controller.bench_adjust import adjusted
 from draftdial.controller.bench_report import Run, paired_logs, throughput
+from draftdial.controller.signals import FloatArray
 from draftdial.controller.statistics import combined_interval
 
 POLICY, NO_SPEC, RULE = "steer", "no-spec", "policy:sglang-adaptive"
 
 
 COLUMNS = (
-    *("acceptance", "C", "repeats", "policy, tok/s", "best fixed", "policy ÷ best", "÷ no speculation"),
-    *("÷ adaptive", "off ÷ no speculation"),
+    *("acceptance", "C", "repeats", "policy, tok/s", "best fixed", "policy ÷ best", "elsewhere"),
+    *("÷ no speculation", "÷ adaptive", "off ÷ no speculation"),
 )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("paths", nargs="+", metavar="FILE")
-    parser.add_argument("--by-rounds", action="store_true")
-    args = parser.parse_args()
+def main(paths: list[str]) -> None:
     print(f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", sep="\n")
-    for path in args.paths:
+    by_kind: dict[str, list[tuple[FloatArray, FloatArray]]] = {}
+    for path in paths:
         document = json.loads(Path(path).read_text())
         for bench in document.get("benches", {path: document}).values():
             kind = ",".join(bench["options"]["domains"])
             for load in dict.fromkeys(run["load"] for run in bench["runs"]):
                 runs = [run for run in bench["runs"] if run["load"] == load]
-                if args.by_rounds:
-                    runs = [counted_by_rounds(run) for run in runs]
                 if bench["options"].get("switchback"):
                     runs = adjusted(runs)
-                print(f"| {kind} | {load:g} | {row(runs)} |")
+                by_arm = arms_of(runs)
+                print(f"| {kind} | {load:g} | {row(by_arm)} |")
+                if best := best_fixed(by_arm):
+                    pair = paired_logs(by_arm[best], by_arm[POLICY]), elsewhere(by_arm)
+                    by_kind.setdefault(kind, []).append(pair)
+    for kind, loads in by_kind.items():
+        means = [interval(combined_interval(logs)) for logs in zip(*loads, strict=True)]
+        print(f"| {kind} | all {len(loads)} | | | | {' | '.join(means)} | | | |")
 
 
-def counted_by_rounds(run: Run) -> Run:
-    if "rounds" not in run:
-        return run
-    drafts = sum(int(k) * rounds for k, rounds in run["rounds_at_k"].items())
-    accepted = drafts * (1 - (run["wasted_draft_share"] or 0.0))
-    return run | {"output_tok_s": run["load"] * (run["rounds"] + accepted) / run["window_s"]}
-
-
-def row(runs: list[Run]) -> str:
+def arms_of(runs: list[Run]) -> dict[str, list[Run]]:
     by_arm: dict[str, list[Run]] = {}
     for run in runs:
         if not run["failed"]:
             by_arm.setdefault(run["arm"], []).append(run)
-    rates = {arm: float(np.mean([throughput(run) for run in of_arm])) for arm, of_arm in by_arm.items()}
-    fixed = [arm for arm in rates if arm == "off" or arm.startswith("fixed-")]
-    columns: list[Any] = [len(by_arm[POLICY]), f"{rates[POLICY]:,.0f}"]
-    if fixed:
-        best = max(fixed, key=lambda arm: rates[arm])
-        near = [arm for arm in fixed if arm != best and 1 <= ratio(by_arm, arm, best)[2] < math.inf]
+    return by_arm
+
+
+def best_fixed(by_arm: dict[str, list[Run]], but: int | None = None) -> str | None:
+    """`off` or the fixed k of the highest mean, of those that ran repeat `but`, over all others."""
+    rates = {}
+    for arm, runs in by_arm.items():
+        rest = [throughput(run) for run in runs if run["repeat"] != but]
+        if (arm == "off" or arm.startswith("fixed-")) and rest and (but is None or len(rest) < len(runs)):
+            rates[arm] = float(np.mean(rest))
+    return max(rates, key=lambda arm: rates[arm], default=None)
+
+
+def elsewhere(by_arm: dict[str, list[Run]]) -> FloatArray:
+    """Log of the ratio in each repeat to what was best in the others."""
+    logs = []
+    for run in by_arm[POLICY]:
+        if best := best_fixed(by_arm, but=run["repeat"]):
+            logs += list(paired_logs(by_arm[best], [run]))
+    return np.array(logs)
+
+
+def row(by_arm: dict[str, list[Run]]) -> str:
+    columns: list[Any] = [len(by_arm[POLICY]), f"{np.mean([throughput(run) for run in by_arm[POLICY]]):,.0f}"]
+    if best := best_fixed(by_arm):
+        fixed = [arm for arm in by_arm if arm == "off" or arm.startswith("fixed-")]
+        near = [arm for arm in fixed if arm != best and 0 <= ratio(by_arm, arm, best)[2] < math.inf]
         columns += [best + (f" ({', '.join(near)})" if near else ""), shown(by_arm, best)]
+        columns += [interval(combined_interval([elsewhere(by_arm)]))]
     else:
-        columns += ["", ""]
+        columns += ["", "", ""]
     columns += [shown(by_arm, NO_SPEC), shown(by_arm, RULE), shown(by_arm, NO_SPEC, "off")]
     return " | ".join(map(str, columns))
 
 
 def shown(by_arm: dict[str, list[Run]], rival: str, arm: str = POLICY) -> str:
-    if rival not in by_arm or arm not in by_arm:
-        return ""
-    mean, low, high = ratio(by_arm, arm, rival)
-    pairs = len(paired_logs(by_arm[rival], by_arm[arm]))
-    return f"{mean:.2f} ({low:.2f} to {high:.2f}; {pairs})"
+    pairs = paired_logs(by_arm.get(rival, []), by_arm.get(arm, []))
+    return interval(combined_interval([pairs]), f"; {len(pairs)}") if len(pairs) > 1 else ""
 
 
 def ratio(by_arm: dict[str, list[Run]], arm: str, rival: str) -> tuple[float, float, float]:
-    """Throughput of `arm` over that of `rival`, paired over cycles, with its interval."""
-    mean, low, high = combined_interval([paired_logs(by_arm[rival], by_arm[arm])])
-    return math.exp(mean), math.exp(low), math.exp(high)
+    """Logarithm of the throughput of `arm` over that of `rival`, paired over cycles, with its interval."""
+    return combined_interval([paired_logs(by_arm[rival], by_arm[arm])])
+
+
+def interval(logs: tuple[float, float, float], more: str = "") -> str:
+    mean, low, high = map(math.exp, logs)
+    return f"{mean:.2f} ({low:.2f} to {high:.2f}{more})"
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
