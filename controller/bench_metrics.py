@@ -50,18 +50,25 @@ def policy_figures(before: Mapping[str, Any], after: Mapping[str, Any]) -> Figur
     if "decisions" not in after:
         return {}
     gained = {name: after[name] - before[name] for name in ("decisions", "switches", "drafted", "wasted")}
-    rounds = {
-        name.removeprefix("rounds_at_k."): after[name] - before[name]
-        for name in after
-        if name.startswith("rounds_at_k.")
-    }
+    rounds, timed, seconds, waited = (
+        _by_k(before, after, name) for name in ("rounds_at_k", "timed_at_k", "seconds_at_k", "waited_at_k")
+    )
+    ran = [k for k in waited if rounds[k] and timed[k]]
+    host_ms = {k: 1e3 * (seconds[k] - waited[k]) / timed[k] for k in ran}
     return {
         "rounds": gained["decisions"],
         "rounds_at_k": rounds,
+        **({"host_ms_at_k": host_ms} if host_ms else {}),
         "switches_per_1k_rounds": 1e3 * gained["switches"] / max(1, gained["decisions"]),
         "wasted_draft_share": gained["wasted"] / gained["drafted"] if gained["drafted"] else None,
         "fallbacks": after["fallbacks"] - before["fallbacks"],
     }
+
+
+def _by_k(before: Mapping[str, Any], after: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """How much each count `name.K` has grown."""
+    keys = [key for key in after if key.startswith(f"{name}.")]
+    return {key.removeprefix(f"{name}."): after[key] - before.get(key, 0) for key in keys}
 
 
 def _spread(name: str, values_s: FloatArray) -> Figures:

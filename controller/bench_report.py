@@ -18,6 +18,8 @@ from draftdial.controller.signals import FloatArray
 SCHEMA = "draftdial.bench/1"
 ADJUSTED = "adjusted_tok_s"
 """Throughput of a turn, see `bench_adjust`."""
+BY_K = ("rounds_at_k", "host_ms_at_k")
+"""Of a run, what is told for each k: rounds, and for how long the host did not wait for the GPU in one."""
 _COLUMNS = (
     ("output tok/s", "output_tok_s", 1.0, ".0f"),
     ("adjusted", ADJUSTED, 1.0, ".0f"),
@@ -158,7 +160,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def _csv(runs: Sequence[Run]) -> str:
     flat = [
         {name: value for name, value in run.items() if not isinstance(value, dict | list)}
-        | {f"rounds_at_k{k}": rounds for k, rounds in run.get("rounds_at_k", {}).items()}
+        | {f"{name}{k}": value for name in BY_K for k, value in run.get(name, {}).items()}
         for run in runs
     ]
     names = list(dict.fromkeys(name for run in flat for name in run))

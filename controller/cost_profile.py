@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -247,6 +248,20 @@ class CostProfile:
         for knots in document["prefill"].values():
             knots[:] = [[tokens, time * prefill_factor] for tokens, time in knots]
         check_document(document, name)
+        return self._from_checked(document)
+
+    def no_faster_than(self, host_ms: Mapping[int, float], off_mode: OffMode) -> Self:
+        """This profile on a host that is busy for so long in each round, however soon the GPU is done.
+
+        Args:
+            host_ms: By k; what it has no k for stays as it is.
+            off_mode: Which of the rows of k = 0 is meant.
+        """
+        floors = {f"off-{off_mode}" if k == 0 else f"k={k}": ms for k, ms in host_ms.items()}
+        document = copy.deepcopy(self.document)
+        for row in document["rows"]:
+            for cell in row["cells"]:
+                cell["round_ms"] = [max(time, floors.get(row["row"], 0.0)) for time in cell["round_ms"]]
         return self._from_checked(document)
 
     def to_document(self) -> dict[str, Any]:

@@ -144,9 +144,35 @@ class ServedBench:
         `policies` are files by their sha256.
         """
         policy = self._policy(arm, profile, policies)
-        runs = [run for run in self.runs if run["arm"] == arm]
-        if policy is None or not runs:
-            return None if policy is None else []
+        if policy is None:
+            return None
+        return self._simulated(policy, [run for run in self.runs if run["arm"] == arm], profile, acceptance)
+
+    def simulated_on_its_host(
+        self, arm: str, profile: CostProfile, acceptance: GivenAcceptance, policies: Mapping[str, PolicyFile]
+    ) -> list[tuple[Run, Figures]]:
+        """The same where no round is shorter than the host was busy in one of its k under that load.
+
+        Nothing where that is not known, as without overlap scheduling.
+        """
+        policy = self._policy(arm, profile, policies)
+        by_load: dict[tuple[str, float | None], list[Run]] = {}
+        for run in self.runs:
+            by_load.setdefault((run["workload"], run["load"]), []).append(run)
+        found = []
+        for runs in by_load.values():
+            host_ms = _host_ms(runs)
+            mine = [run for run in runs if run["arm"] == arm]
+            if policy is not None and host_ms:
+                slower = profile.no_faster_than(host_ms, self.off_mode)
+                found += self._simulated(policy, mine, slower, acceptance)
+        return found
+
+    def _simulated(
+        self, policy: Policy, runs: Sequence[Run], profile: CostProfile, acceptance: GivenAcceptance
+    ) -> list[tuple[Run, Figures]]:
+        if not runs:
+            return []
         lists, places = self._lists(runs)
         bank = acceptance.bank(self.work.options["domains"])
         options = ServerOptions(
@@ -195,6 +221,7 @@ class ServedBench:
         _ = status["off_mode"], server["disable_overlap_schedule"], self.document["policies"].keys()
         [float(server["idle_request"][name]) for name in ("e2e_s", "prompt_tokens")]
         [int(arm.removeprefix("fixed-")) for arm in self.document["arms"] if arm.startswith("fixed-")]
+        _host_ms(self.runs)
         turns = self.document["options"].get("switchback")
         [float(run[name]) for run in self.runs for name in (FIGURES[:1] if turns else FIGURES)]
 
@@ -209,6 +236,15 @@ class ServedBench:
                     f"{self.source}: {load.label}, seed {run['seed']}: found list {found}, allowed: "
                     f"{run['list']}, which was served: have its files changed?"
                 )
+
+
+def _host_ms(runs: Sequence[Run]) -> dict[int, float]:
+    """What the host was busy for in a round of each k, over all rounds of these runs."""
+    total: dict[int, list[tuple[float, int]]] = {}
+    for run in runs:
+        for k, ms in run.get("host_ms_at_k", {}).items():
+            total.setdefault(int(k), []).append((ms, run["rounds_at_k"][k]))
+    return {k: sum(ms * n for ms, n in each) / sum(n for _, n in each) for k, each in total.items()}
 
 
 def _by_place(work: Work) -> dict[tuple[str, float | None], Load]:

@@ -33,6 +33,7 @@ def bench_cells(
     for bench in benches:
         bench.check(profile, acceptance)
     pairs: dict[Place, list[tuple[Run, Figures]]] = {}
+    hosted: dict[Place, list[Figures]] = {}
     rates: dict[Place, dict[str, float]] = {}
     left_out: dict[str, None] = {}
     for bench in benches:
@@ -47,11 +48,13 @@ def bench_cells(
                 pairs.setdefault(place, []).append((run, figures))
                 repeat = f"{bench.source} {run['repeat']}"
                 rates.setdefault(place, {})[repeat] = run["output_tok_s"]
+            for run, figures in bench.simulated_on_its_host(arm, profile, acceptance, files):
+                hosted.setdefault((bench.kind, run["workload"], run["load"], arm), []).append(figures)
     if left_out:
         print(f"draftdial: cannot be simulated, left out: {', '.join(left_out)}", file=sys.stderr)
     if not pairs:
         raise UserError(f"{benches[0].source}: no run of an arm that can be simulated")
-    return [_cell(place, found, rates[place]) for place, found in pairs.items()]
+    return [_cell(place, found, rates[place], hosted.get(place, [])) for place, found in pairs.items()]
 
 
 def _check_policies(benches: Sequence[ServedBench], files: Mapping[str, PolicyFile]) -> None:
@@ -73,7 +76,12 @@ def _check_policies(benches: Sequence[ServedBench], files: Mapping[str, PolicyFi
             )
 
 
-def _cell(place: Place, found: Sequence[tuple[Run, Figures]], rates: Mapping[str, float]) -> Cell:
+def _cell(
+    place: Place,
+    found: Sequence[tuple[Run, Figures]],
+    rates: Mapping[str, float],
+    on_its_host: Sequence[Figures],
+) -> Cell:
     acceptance, workload, load, arm = place
     runs, simulated = zip(*found, strict=True)
     return cell_of(
@@ -85,6 +93,7 @@ def _cell(place: Place, found: Sequence[tuple[Run, Figures]], rates: Mapping[str
         acceptance=acceptance,
         rates=rates,
         repeats=len(found),
+        on_its_host=_means(on_its_host) if len(on_its_host) == len(found) else None,
     )
 
 

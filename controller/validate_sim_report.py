@@ -20,7 +20,8 @@ WORST = 5
 
 Cell = dict[str, Any]
 """`acceptance`, `workload`, `load`, `arm`; `repeats`; figures of `server` and `simulated`; `error`: simulated
-over server, less 1; `rates`: the server's throughput by repeat"""
+over server, less 1; `rates`: the server's throughput by repeat; `on_its_host` and `error_on_its_host`, of the
+throughput, where the bench knows how busy the host was"""
 
 _SHOWN = (("tok/s", "output_tok_s", 1.0, ".1f"), ("E2E s", "e2e_mean_s", 1.0, ".3f"))
 
@@ -35,11 +36,13 @@ def cell_of(
     acceptance: str = "",
     rates: Mapping[str, float] | None = None,
     repeats: int = 1,
+    on_its_host: Mapping[str, float] | None = None,
 ) -> Cell:
     """One way to choose k under one load.
 
     `load` is the concurrency, None where it is not one number; `acceptance` tells kinds of it apart. `rates`
-    has the same keys in cells whose repeats are pairs.
+    has the same keys in cells whose repeats are pairs. `on_its_host` is simulated with rounds no shorter than
+    the server's host was busy in them, where that is known.
     """
     error = {name: simulated[name] / served[name] - 1.0 for name in FIGURES if name in served}
     return {
@@ -52,7 +55,14 @@ def cell_of(
         "simulated": dict(simulated),
         "error": error,
         "rates": dict(rates or {}),
-    }
+    } | (
+        {
+            "on_its_host": dict(on_its_host),
+            "error_on_its_host": on_its_host["output_tok_s"] / served["output_tok_s"] - 1.0,
+        }
+        if on_its_host
+        else {}
+    )
 
 
 def best_fixed_k(cells: Sequence[Cell]) -> list[dict[str, Any]]:
@@ -112,6 +122,7 @@ def summary(cells: Sequence[Cell], best: Sequence[Mapping[str, Any]]) -> dict[st
         for cell, error in zip(cells, throughput, strict=True)
         if cell["arm"] == "off" or cell["arm"].startswith("fixed-")
     ]
+    on_its_host = [abs(cell["error_on_its_host"]) for cell in cells if "error_on_its_host" in cell]
     worst = sorted(zip(throughput, range(len(cells)), strict=True), reverse=True)[:WORST]
     named = ("acceptance", "workload", "load", "arm")
     return {
@@ -119,6 +130,9 @@ def summary(cells: Sequence[Cell], best: Sequence[Mapping[str, Any]]) -> dict[st
         "throughput_error_mean": float(np.mean(throughput)),
         "throughput_error_mean_fixed_k": float(np.mean(of_fixed)) if of_fixed else None,
         "throughput_error_max": float(np.max(throughput)),
+        "throughput_error_mean_on_its_host": (
+            float(np.mean(on_its_host)) if len(on_its_host) == len(cells) else None
+        ),
         "e2e_error_mean": float(np.mean(latency)) if latency else None,
         "e2e_error_max": float(np.max(latency)) if latency else None,
         "worst_cells": [
@@ -166,6 +180,11 @@ def table(document: dict[str, Any]) -> str:
     )
     if found["throughput_error_mean_fixed_k"] is not None:
         lines.append(f"of fixed k alone: throughput {found['throughput_error_mean_fixed_k']:.1%}")
+    if found["throughput_error_mean_on_its_host"] is not None:
+        lines.append(
+            "with rounds no shorter than the host was busy in them: throughput "
+            f"{found['throughput_error_mean_on_its_host']:.1%}"
+        )
     worst = (
         f"{cell['arm']}, {_named(cell)} {cell['throughput_error']:+.1%}" for cell in found["worst_cells"]
     )

@@ -67,6 +67,8 @@ class _Last:
     launched_s: float = 0.0
     """When the batch before it was launched and with which k; 0 where that was no decided round."""
     launched_k: int = 0
+    waited_s: float = 0.0
+    """What the host has waited for the GPU since."""
 
 
 _current: Dial | None = None
@@ -115,7 +117,7 @@ class Dial:
         self.mode: Mode = "steer"
         self.forced_k: int | None = None
         built = self._tiers.built
-        self.counters = Counters(dict.fromkeys(built, 0), dict.fromkeys(built, 0.0))
+        self.counters = Counters(dict.fromkeys(built, 0), dict.fromkeys(built, 0.0), dict.fromkeys(built, 0))
         self.fallback: str | None = None
         self.last_error = ""
         self.last_control = ""
@@ -199,17 +201,22 @@ class Dial:
     def launched(self) -> int | None:
         """Record the decision of the round just launched; its id, or None if it had no decision."""
         last = self._last
+        waited_s, last.waited_s = last.waited_s, 0.0
         if not last.is_new or self.signals is None:
             last.launched_s = 0.0
             return None
         last.is_new = False
         now = time.perf_counter()
         if last.launched_s:
-            self.counters.seconds_at_k[last.launched_k] += now - last.launched_s
+            self.counters.timed(last.launched_k, now - last.launched_s, waited_s)
         last.launched_s, last.launched_k = now, last.k
         asked = -1 if self.fallback is not None else last.wanted_k
         self.telemetry.decided(self.signals.values, asked, last.wanted_k, last.k, MODES.index(self.mode))
         return last.round_id
+
+    def waited(self, seconds: float) -> None:
+        """The host has waited so long for a result of the GPU, with nothing else to do."""
+        self._last.waited_s += seconds
 
     def observe(self, round_id: int, k: int, accepted: list[int]) -> None:
         """A round has finished: `accepted` drafts, 0..k each, of the requests that were still running."""

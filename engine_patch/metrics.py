@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 COUNTERS_BY_K = {
     "decisions": "Decode rounds decided, by the k that ran.",
     "decode_seconds": "Time between decode rounds that follow one another, by the k of the first.",
+    "decode_wait_seconds": "That part of it in which the host waited for the GPU.",
 }
 COUNTERS = {
     "switches": "Rounds whose k differs from that of the round before.",
@@ -76,6 +77,7 @@ class Metrics:
         for name, count_at_k in (
             ("decisions", counters.rounds_at_k),
             ("decode_seconds", counters.seconds_at_k),
+            ("decode_wait_seconds", counters.waited_at_k),
         ):
             for k, count in count_at_k.items():
                 self._by_k[name].labels(**self._labels, k=str(k)).inc(self._grown(name, k, count))

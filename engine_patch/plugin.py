@@ -50,7 +50,7 @@ def hooks() -> list[Hook]:
         Hook(f"{SCHEDULER}.Scheduler.run_event_loop", "before", steering.before_run_event_loop),
         Hook(f"{SCHEDULER}.Scheduler.run_batch", "around", steering.around_run_batch),
         Hook(f"{SCHEDULER}.Scheduler._add_request_to_queue", "after", steering.after_add_request_to_queue),
-        Hook(f"{SCHEDULER}.Scheduler.process_batch_result", "after", steering.after_process_batch_result),
+        Hook(f"{SCHEDULER}.Scheduler.process_batch_result", "around", steering.around_process_batch_result),
         Hook(
             f"{PROCESSOR}.SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
             "after",

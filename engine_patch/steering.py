@@ -186,17 +186,27 @@ def after_resolve_spec_v2_tokens(
         bound.fail("outcome", error)
 
 
-def after_process_batch_result(returned: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER `Scheduler.process_batch_result`: it is known who has finished."""
+def around_process_batch_result(
+    process: Callable[..., Any], scheduler: Any, batch: Any, result: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """AROUND `Scheduler.process_batch_result`: before, the host may have to wait for the GPU; after, it is
+    known who has finished."""
     bound = dial.current()
     if bound is None or bound.signals is None:
-        return
+        return process(scheduler, batch, result, *args, **kwargs)
+    copied = getattr(result, "copy_done", None)
+    if copied is not None:  # under overlap scheduling; it is the first that SGLang does
+        began = time.perf_counter()
+        copied.synchronize()
+        bound.waited(time.perf_counter() - began)
+    returned = process(scheduler, batch, result, *args, **kwargs)
     try:
         for req in bound.signals.processed(batch):
             bound.telemetry.write(write_end, req)
     except Exception as error:
         bound.fail("result", error)
     bound.settled()
+    return returned
 
 
 def after_add_request_to_queue(

@@ -327,6 +327,17 @@ def test_scaling_multiplies_each_cell_and_leaves_the_original() -> None:
     assert profile.document == tiny_document()
 
 
+def test_no_round_is_shorter_than_the_host_is_busy() -> None:
+    profile = tiny()
+    slower = profile.no_faster_than({0: 10.5, 2: 1.0}, "skip")
+    rows = {name: i for i, name in enumerate(profile.rows)}
+    floors = np.full(len(rows), 0.0)
+    floors[rows["off-skip"]], floors[rows["k=2"]] = 10.5e-3, 1e-3
+    expected = np.maximum(profile.knot_round_s, floors[:, None, None])
+    np.testing.assert_allclose(slower.knot_round_s, expected, rtol=1e-12)
+    assert (slower.knot_round_s > profile.knot_round_s).any() and profile.document == tiny_document()
+
+
 @pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
 def test_scaling_by_nonsense_is_refused(factor: float) -> None:
     with pytest.raises(UserError, match="round_ms"):

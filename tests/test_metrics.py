@@ -74,7 +74,7 @@ def test_counts_and_states(
     assert metrics is not None
     assert scrape(registry)["decisions_total 3"] == "0.0"
     counters = dial.counters
-    counters.rounds_at_k[3], counters.seconds_at_k[3] = 7, 0.5
+    counters.rounds_at_k[3], counters.seconds_at_k[3], counters.waited_at_k[3] = 7, 0.5, 0.25
     counters.switches, counters.drafted, counters.wasted, counters.deploys = 2, 21, 5, 1
     dial.set_mode("off")
     dial.fallback, counters.fallbacks = "it failed", 1
@@ -84,7 +84,7 @@ def test_counts_and_states(
     metrics.flush(dial)
     shown = scrape(registry)
     assert shown["decisions_total 3"] == "10.0" and shown["decisions_total 0"] == "0.0"
-    assert shown["decode_seconds_total 3"] == "0.5"
+    assert (shown["decode_seconds_total 3"], shown["decode_wait_seconds_total 3"]) == ("0.5", "0.25")
     assert (shown["switches_total"], shown["deploys_total"]) == ("2.0", "1.0")
     assert (shown["draft_tokens_total"], shown["wasted_draft_tokens_total"]) == ("21.0", "5.0")
     assert (shown["fallbacks_total"], shown["fallback"], shown["errors_total"]) == ("1.0", "1.0", "0.0")

@@ -93,7 +93,8 @@ def test_an_error_of_the_plugin_does_not_reach_the_scheduler(
     setattr(result, ROUND_ATTRIBUTE, 3)
     assert steering.around_run_batch(lambda scheduler, batch: "result", "scheduler", "batch") == "result"
     steering.after_resolve_spec_v2_tokens([], "processor", result, "batch")
-    steering.after_process_batch_result(None, "scheduler", "batch", result)
+    args = "scheduler", "batch", result
+    assert steering.around_process_batch_result(lambda *given: given, *args) == args
     steering.after_add_request_to_queue(None, "scheduler", "request")
     assert made.counters.errors == 4 and made.counters.fallbacks == 1
     assert made.fallback is not None and made.fallback.startswith("launching: AttributeError")

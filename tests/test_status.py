@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import pytest
 from draftdial.controller.policy_file import PolicyFile
 from draftdial.controller.signals import RoundSignals
 from draftdial.engine_patch import dial as dials
+from draftdial.engine_patch import steering
 from draftdial.engine_patch.dial import Dial
 from draftdial.engine_patch.status import status_of
 from draftdial.engine_patch.status_command import report_lines, status_lines
@@ -34,6 +36,9 @@ class OneBatch:
 
     def output_tokens(self) -> int:
         return 12
+
+    def processed(self, batch: object) -> list[object]:
+        return []
 
     def is_probe_round(self, batch_size: int) -> bool:
         return False
@@ -110,6 +115,37 @@ def test_time_is_measured_between_rounds_that_follow_one_another(
     assert dial.launched() is None  # a prefill comes between
     run_rounds(dial, 1, [1])
     assert dial.counters.seconds_at_k == {0: 0.0, 1: 0.0, 3: measured}
+    assert dial.counters.timed_at_k == {0: 0, 1: 0, 3: 1} and dial.counters.waited_at_k == {}
+
+
+def test_what_the_host_waits_for_the_gpu_is_a_part_of_it(
+    make_dial: Callable[..., Dial], make_policy_file: Callable[..., PolicyFile]
+) -> None:
+    dial = make_dial(make_policy_file(3))
+    dials.install(dial)
+    run_rounds(dial, 1, [1])
+
+    def result_read(copy_done: Any) -> None:
+        steering.around_process_batch_result(
+            lambda *_: None, None, "batch", SimpleNamespace(copy_done=copy_done)
+        )
+
+    result_read(None)
+    run_rounds(dial, 1, [1])
+    assert dial.counters.waited_at_k == {}, "nothing overlaps"
+    result_read(SimpleNamespace(synchronize=lambda: time.sleep(0.01)))
+    run_rounds(dial, 1, [1])
+    counters = dial.counters
+    assert counters.timed_at_k[3] == 2 and 0.01 <= counters.waited_at_k[3] < counters.seconds_at_k[3]
+    waited = dict(counters.waited_at_k)
+    result_read(SimpleNamespace(synchronize=lambda: time.sleep(0.01)))
+    assert dial.launched() is None  # a prefill: what was waited before it is no round's
+    run_rounds(dial, 2, [1])
+    assert counters.waited_at_k == waited
+    status = status_of(dial)
+    assert status["waited_at_k.3"] == round(waited[3], 6) and "waited_at_k.1" not in status
+    busy = f"k=3 {1 - waited[3] / counters.seconds_at_k[3]:.0%} of that time"
+    assert any(line.startswith("host busy") and busy in line for line in status_lines(status))
 
 
 def test_a_rule_has_no_belief_to_show(

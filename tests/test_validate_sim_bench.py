@@ -108,6 +108,28 @@ def test_further_repeats_join_their_cell_and_a_server_that_is_slower_shows(serve
     assert len(document["summary"]["worst_cells"]) == 5
 
 
+def test_a_busy_host_is_told_from_the_simulators_error(
+    served: SimulatedBenches, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick = served.profile
+    fastest_ms = 1e3 * float(quick.round_s(1, 20, "skip").min())
+    busy_ms = {"0": 0.5 * fastest_ms, "1": 3 * fastest_ms, "3": 3 * fastest_ms}
+    served.profile = quick.no_faster_than({int(k): ms for k, ms in busy_ms.items()}, "skip")
+    path = served.bench("bench.json", "good")
+    assert main(command(served, path)) == 0
+    assert document_of(served)["summary"]["throughput_error_mean_on_its_host"] is None
+    bench = json.loads(path.read_text())
+    for run in bench["runs"]:
+        run |= {"rounds_at_k": {k: 9 + run["repeat"] for k in busy_ms}, "host_ms_at_k": busy_ms}
+    path.write_text(json.dumps(bench))
+    capsys.readouterr()
+    assert main(command(served, path)) == 0
+    document = document_of(served)
+    assert document["summary"]["throughput_error_mean"] > 0.2
+    assert document["summary"]["throughput_error_mean_on_its_host"] == pytest.approx(0.0, abs=1e-9)
+    assert "with rounds no shorter than the host was busy in them: throughput 0.0%" in capsys.readouterr().out
+
+
 def changed(served: SimulatedBenches, **options: Any) -> Path:
     """A bench of other options than those that were served."""
     document = json.loads(served.bench("bench.json", "good").read_text())
