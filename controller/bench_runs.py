@@ -25,6 +25,7 @@ from draftdial.controller.bench_report import SCHEMA, Run
 from draftdial.controller.bench_work import Work, fingerprint
 from draftdial.controller.errors import UserError
 from draftdial.controller.files import atomic_write, sha256_of
+from draftdial.controller.interrupts import uninterrupted
 from draftdial.controller.load_run import LoadResult, run_load
 from draftdial.controller.measured_server import flush_cache
 from draftdial.controller.stream_client import StreamClient
@@ -102,9 +103,17 @@ class Bench:
         document = self._begin(baseline)
         try:
             self._run(document)
+        except KeyboardInterrupt:
+            print("draftdial: interrupted; putting the server back", file=sys.stderr)
+            raise
         finally:
-            self.steered.restore()
+            with uninterrupted():
+                self._put_back(document)
         return document
+
+    def _put_back(self, document: dict[str, Any]) -> None:
+        """Leave the server as it was; every request to it has a timeout."""
+        self.steered.restore()
 
     def write(self, document: dict[str, Any]) -> None:
         """`bench.json`, which a reader finds whole at any time."""

@@ -11,10 +11,11 @@ import asyncio
 import gc
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -36,6 +37,7 @@ SETTLE_S = 0.2
 WARM_UP_BEGUN = 2
 """Requests of each slot that begin before anything is counted, so that their ages mix."""
 
+Result = TypeVar("Result")
 Told = Callable[[str, Load, int], None]
 """Takes the arm, the load and the cycle of a turn that has ended."""
 
@@ -50,6 +52,8 @@ class SwitchbackBench(Bench):
         self.more_options = {"switchback": window_s}
         self._lists: dict[tuple[str, int], str] = {}
         self._paused: set[Server] = set()
+        self._busy = threading.Lock()
+        """Held by a thread while it changes something."""
 
     def measured(self, baseline: str) -> dict[str, Any]:
         """As `Bench`; every turn has its adjusted throughput, too."""
@@ -76,7 +80,7 @@ class SwitchbackBench(Bench):
                 finally:
                     gc.enable()
                     gc.unfreeze()
-                    self._give_up(document)
+                self._give_up(document)
                 for server in self._has_cache:
                     flush_cache(server)  # as soon as what was given up is over
 
@@ -95,7 +99,7 @@ class SwitchbackBench(Bench):
                     EndlessLoad(server, self._api_key, self.limits.timeout_s, self.work, load, seed, run)
                 )
                 await self._mixed(loads[server])
-                await asyncio.to_thread(self._pause, server)
+                await self._in_thread(self._pause, server)
             names = arms
             for cycle in range(len(self.work.seeds)):
                 names = self._in_play(names, load, document)
@@ -104,7 +108,7 @@ class SwitchbackBench(Bench):
                     turn = await self._turn(name, load, loads[self._server(name)])
                     document["runs"].append(place | turn | {"repeat": cycle})
                     told(name, load, cycle)
-                await asyncio.to_thread(self.write, document)
+                await self._in_thread(self.write, document)
 
     async def _mixed(self, served: EndlessLoad) -> None:
         """Wait until requests of all ages are in the server."""
@@ -116,7 +120,7 @@ class SwitchbackBench(Bench):
     async def _turn(self, name: str, load: Load, served: EndlessLoad) -> dict[str, Any]:
         """What one arm does in one window."""
         arm = self.arms.get(name)
-        held_s = await asyncio.to_thread(self._switch, name)
+        held_s = await self._in_thread(self._switch, name)
         await asyncio.sleep(SETTLE_S)
         before = await self._begun(arm, held_s, served) if arm is not None else {}
         delivered, seed = served.delivered, served.seed
@@ -157,6 +161,15 @@ class SwitchbackBench(Bench):
                 return status
             await asyncio.sleep(SETTLE_S / 10)
 
+    async def _in_thread(self, change: Callable[..., Result], *args: Any) -> Result:
+        """Make a change without stopping the streams; nothing is put back before it is made."""
+
+        def changed() -> Result:
+            with self._busy:
+                return change(*args)
+
+        return await asyncio.to_thread(changed)
+
     def _switch(self, name: str) -> float | None:
         """Let one arm go on, and no other; when the steered server's newest result was, if it was paused."""
         server, arm = self._server(name), self.arms.get(name)
@@ -180,6 +193,11 @@ class SwitchbackBench(Bench):
     def _resume(self, server: Server) -> None:
         server.post("/continue_generation", {})
         self._paused.discard(server)
+
+    def _put_back(self, document: dict[str, Any]) -> None:
+        with self._busy, ExitStack() as stack:
+            stack.callback(super()._put_back, document)
+            self._give_up(document)
 
     def _give_up(self, document: dict[str, Any]) -> None:
         """Leave no server paused, whichever of them is dead, and write what there is."""
