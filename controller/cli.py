@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import os
 import sys
 from collections.abc import Sequence
 
@@ -35,6 +36,9 @@ COMMANDS = {
 """Module and summary. A module adds its arguments with the core installation alone; what more a command needs
 is imported when it runs."""
 
+BROKEN_PIPE = 141
+"""What a shell reports of a program that SIGPIPE ended."""
+
 _FORWARDING = ("serve", "doctor", "profile")
 """Commands whose arguments after `--` are SGLang's."""
 
@@ -43,37 +47,25 @@ _FLAGS_ANYWHERE = ("train",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; 0 when it did what was asked, 2 with one line when the input was wrong."""
+    """Run one command; 0 when it did what was asked, 2 with one line when the input was wrong.
+
+    `BROKEN_PIPE`, without a line, when whoever read the output has gone, as `head` does.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = _Parser(prog="draftdial", description="A learned dial for speculative decoding.")
-    parser.add_argument(
-        "--version", action="version", version=f"draftdial {importlib.metadata.version('draftdial')}"
-    )
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     called = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
-        if called in COMMANDS:
-            importlib.import_module(f"draftdial.{COMMANDS[called][0]}").add_parser(subparsers)
-        else:
-            for command, (_, summary) in COMMANDS.items():
-                subparsers.add_parser(command, help=summary)
-        forwarded: list[str] = []
-        if called in _FORWARDING and "--" in arguments:
-            dashes = arguments.index("--")
-            arguments, forwarded = arguments[:dashes], arguments[dashes + 1 :]
-        if called in _FLAGS_ANYWHERE:
-            behind = arguments.index(called) + 1
-            arguments[behind:] = sorted(arguments[behind:], key=lambda argument: not argument.startswith("-"))
-        args, unknown = parser.parse_known_args(arguments, argparse.Namespace(engine_arguments=forwarded))
-        if unknown:
-            hint = "; SGLang's own go behind --" if called in _FORWARDING else ""
-            raise UserError(f"{called}: found {' '.join(unknown)}, allowed: what --help lists{hint}")
-        status: int = args.run(args)
-        return status
+        try:
+            return _run(called, arguments)
+        finally:
+            print(end="", flush=True)  # what cannot be written fails here and not as the interpreter ends
     except UserError as error:
         print(f"draftdial: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        _discard_output()
+        return BROKEN_PIPE
     except OSError as error:
+        _discard_output()
         print(f"draftdial: {error.filename or called}: {error.strerror or error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
@@ -85,6 +77,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _run(called: str | None, arguments: list[str]) -> int:
+    """Parse the arguments and run the command that is called among them."""
+    parser = _Parser(prog="draftdial", description="A learned dial for speculative decoding.")
+    parser.add_argument(
+        "--version", action="version", version=f"draftdial {importlib.metadata.version('draftdial')}"
+    )
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    if called in COMMANDS:
+        importlib.import_module(f"draftdial.{COMMANDS[called][0]}").add_parser(subparsers)
+    else:
+        for command, (_, summary) in COMMANDS.items():
+            subparsers.add_parser(command, help=summary)
+    forwarded: list[str] = []
+    if called in _FORWARDING and "--" in arguments:
+        dashes = arguments.index("--")
+        arguments, forwarded = arguments[:dashes], arguments[dashes + 1 :]
+    if called in _FLAGS_ANYWHERE:
+        behind = arguments.index(called) + 1
+        arguments[behind:] = sorted(arguments[behind:], key=lambda argument: not argument.startswith("-"))
+    args, unknown = parser.parse_known_args(arguments, argparse.Namespace(engine_arguments=forwarded))
+    if unknown:
+        hint = "; SGLang's own go behind --" if called in _FORWARDING else ""
+        raise UserError(f"{called}: found {' '.join(unknown)}, allowed: what --help lists{hint}")
+    status: int = args.run(args)
+    return status
+
+
+def _discard_output() -> None:
+    """Drop what is left and cannot be written: the interpreter would complain of it as it ends."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None where it was closed from the start
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class _Parser(argparse.ArgumentParser):

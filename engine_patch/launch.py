@@ -9,7 +9,7 @@ from pathlib import Path
 
 from draftdial.controller.errors import UserError
 from draftdial.engine_patch.launch_arguments import Finding
-from draftdial.engine_patch.settings import MODE, MODES, START, STARTS, is_kv_only, one_of
+from draftdial.engine_patch.settings import BENCHMARK, MODE, MODES, START, STARTS, is_kv_only, one_of
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,8 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="[DOMAIN=]FILE",
-        help="for benchmarks only: accept what is recorded in FILE, one a domain; answers mean nothing",
+        help=f"for benchmarks only, with {BENCHMARK}=1 in the environment: accept what is recorded in FILE, "
+        "one a domain; answers mean nothing",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from draftdial.controller import cli
 from draftdial.controller.errors import UserError
+from draftdial.engine_patch.settings import BENCHMARK
 
 SCRIPT = str(Path(sys.executable).with_name("draftdial"))
 
@@ -96,6 +98,17 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     assert out.startswith(f"usage: draftdial {command}") and len(out.splitlines()) > 3
 
 
+@pytest.mark.parametrize("command", ["serve", "doctor"])
+def test_help_names_what_replaying_acceptance_takes(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    option = capsys.readouterr().out.split("--replay-acceptance [DOMAIN=]FILE\n")[1]
+    assert f"{BENCHMARK}=1" in option.splitlines()[0]
+
+
 def test_flags_may_stand_between_overrides(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -148,6 +161,33 @@ def test_errors_become_exit_codes(
     monkeypatch.setattr(train, "main", fail)
     assert cli.main(["train"]) == status
     assert capsys.readouterr().err == says
+
+
+@pytest.mark.parametrize("words", [["--version"], ["export-rule", "fixed", "--k", "3"]], ids=" ".join)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_gone_is_no_mistake(words: list[str], unbuffered: str, tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(
+        [SCRIPT, *words], stdout=writer, stderr=subprocess.PIPE, cwd=tmp_path, env=environment
+    )
+    os.close(writer)
+    argparse_hides_it = words == ["--version"] and unbuffered
+    assert done.stderr == b"" and done.returncode == (0 if argparse_hides_it else cli.BROKEN_PIPE)
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONUNBUFFERED": ""}
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [SCRIPT, "export-rule", "fixed", "--k", "3"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            cwd=tmp_path,
+            env=environment,
+        )
+    assert done.stderr == b"draftdial: export-rule: No space left on device\n" and done.returncode == 2
 
 
 def test_our_own_mistakes_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
