@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,9 @@ from stable_baselines3 import PPO
 from draftdial.controller.errors import UserError
 from draftdial.controller.files import atomic_write
 from draftdial.controller.learned import Network
+
+LINE_EVERY_S = 10.0
+"""How often progress is a line, where there is no terminal to show a bar."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +37,9 @@ class Evaluation:
 class RunProgress:
     """Every evaluation of a run, beside the scores of the rules on the same episodes."""
 
-    def __init__(self, reference: Mapping[str, float]) -> None:
+    def __init__(self, reference: Mapping[str, float], evaluations: Sequence[Evaluation] = ()) -> None:
         self.reference = dict(reference)
-        self.evaluations: list[Evaluation] = []
+        self.evaluations = list(evaluations)
         self._show: Callable[[], None] | None = None
 
     def add(self, num_rounds: int, score: float, network: Network) -> None:
@@ -65,7 +69,7 @@ class RunProgress:
 
     @contextmanager
     def bar(self, total_rounds: int) -> Iterator[Callable[[int], None]]:
-        """A progress bar on standard error with time left and the current score; silent in a pipe."""
+        """A progress bar on standard error with time left and the current score; in a pipe, lines."""
         columns = (
             TextColumn("train"),
             BarColumn(),
@@ -76,17 +80,30 @@ class RunProgress:
         console = Console(file=sys.stderr)
         with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
             task = progress.add_task("train", total=total_rounds, score="")
+            due_s = monotonic() + LINE_EVERY_S
 
-            def show() -> None:
-                score = self.evaluations[-1].score
-                gains = (f"{100 * (score - of):+.1f} % vs {rule}" for rule, of in self.reference.items())
-                progress.update(task, score=", ".join(gains))
+            def move(num_rounds: int) -> None:
+                nonlocal due_s
+                progress.update(task, completed=num_rounds)
+                if monotonic() >= due_s:
+                    due_s = monotonic() + LINE_EVERY_S
+                    say(f"{num_rounds:,} of {total_rounds:,} rounds; {self._gains()}")
 
-            self._show = show
-            if self.evaluations:
-                show()
-            yield lambda num_rounds: progress.update(task, completed=num_rounds)
+            self._show = lambda: progress.update(task, score=self._gains())
+            self._show()
+            yield move
             self._show = None
+
+    def _gains(self) -> str:
+        """The newest score beside those of the rules."""
+        score = self.evaluations[-1].score
+        return ", ".join(f"{100 * (score - of):+.1f} % vs {rule}" for rule, of in self.reference.items())
+
+
+def say(text: str) -> None:
+    """A line on standard error, but not on a terminal, where the bar shows how far it is."""
+    if not Console(file=sys.stderr).is_terminal:
+        print(f"draftdial train: {text}", file=sys.stderr, flush=True)
 
 
 def save_checkpoint(folder: Path, model: PPO, progress: RunProgress) -> None:
@@ -105,9 +122,9 @@ def save_checkpoint(folder: Path, model: PPO, progress: RunProgress) -> None:
     atomic_write(folder / "checkpoint.pt", buffer.getvalue())
 
 
-def load_checkpoint(folder: Path, model: PPO, reference: Mapping[str, float]) -> RunProgress:
-    """Put `model` where the run in `folder` stopped. Its random streams start anew, so it goes on
-    from there but not bit for bit as it would have.
+def load_checkpoint(folder: Path, model: PPO) -> list[Evaluation]:
+    """Put `model` where the run in `folder` stopped, and return the run's evaluations. Its random streams
+    start anew, so it goes on from there but not bit for bit as it would have.
 
     Raises:
         UserError: the checkpoint is unreadable or of another configuration.
@@ -123,8 +140,7 @@ def load_checkpoint(folder: Path, model: PPO, reference: Mapping[str, float]) ->
             f"{path}: not a checkpoint of this configuration: {str(error).splitlines()[0]}"
         ) from None
     model.num_timesteps = num_timesteps
-    progress = RunProgress(reference)
-    for num_rounds, score, tensors in evaluations:
-        network = Network({name: np.asarray(value) for name, value in tensors.items()})
-        progress.add(num_rounds, score, network)
-    return progress
+    return [
+        Evaluation(num_rounds, score, Network({name: np.asarray(value) for name, value in tensors.items()}))
+        for num_rounds, score, tensors in evaluations
+    ]

@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -26,7 +26,8 @@ from draftdial.controller.policy_export import learned_file
 from draftdial.controller.policy_file import write
 from draftdial.controller.ppo import AdvicePolicy, SemiMarkovRolloutBuffer, network_of
 from draftdial.controller.rules import FixedK
-from draftdial.controller.run_folder import RunProgress, load_checkpoint, save_checkpoint
+from draftdial.controller.run_folder import Evaluation, RunProgress, load_checkpoint, save_checkpoint, say
+from draftdial.controller.train_command import nothing_to_keep
 from draftdial.controller.train_config import TrainConfig, load_config, resumed_kind
 from draftdial.controller.train_setup import Setup
 from draftdial.envs.vector_env import Sb3VectorEnv, SpeculationVectorEnv
@@ -45,15 +46,14 @@ def main(overrides: Sequence[str], as_json: bool = False, folder: Path | None = 
     Raises:
         UserError: before anything is written, if the configuration is wrong.
     """
-    config, text = load_config(overrides)
-    torch.set_num_threads(1)  # the networks are small: more threads only wait for each other
-    command = shlex.join(["draftdial", "train", *overrides])
-    with closing(_setup(config)) as setup:
-        training = Training(text, command, config.seed, setup.hashes, _versions())
-        run = _Run(config, setup, training, folder)
-        atomic_write(run.folder / "config.yaml", text)
-        atomic_write(run.folder / "command.txt", command + "\n")
-        atomic_write(run.folder / "versions.json", json.dumps(_versions(), indent=1) + "\n")
+    with ExitStack() as stack:
+        with nothing_to_keep():
+            config, text = load_config(overrides)
+            torch.set_num_threads(1)  # the networks are small: more threads only wait for each other
+            command = shlex.join(["draftdial", "train", *overrides])
+            setup = stack.enter_context(closing(_setup(config)))
+            training = Training(text, command, config.seed, setup.hashes, _versions())
+            run = _Run(config, setup, training, folder)
         run.learn()
     if as_json:
         print(json.dumps({"run_dir": str(run.folder), "policy": str(run.folder / "policy.safetensors")}))
@@ -79,46 +79,59 @@ class _Run:
     """One run: PPO, its evaluations, and what it leaves in its folder."""
 
     def __init__(self, config: TrainConfig, setup: Setup, training: Training, folder: Path | None) -> None:
-        """Its folder is made once nothing can be wrong with the configuration any more."""
+        """Its folder is made once the untrained policy is evaluated: from then on there is one to keep."""
         self.config, self.setup, self.training = config, setup, training
         self.model = _model(config, setup)
+        evaluations: list[Evaluation] = []
+        if config.resume is not None:
+            evaluations = load_checkpoint(Path(config.resume), self.model)
+            if resumed_kind(config) != config.engine.kind:
+                # Scores of the simulator and of a server do not compare, nor do their rounds.
+                self.model.num_timesteps, evaluations = 0, []
+        say("scoring the rules that it is compared with")
         self.judge = setup.judge()
         self.reference = {
             "off": self.judge.score(FixedK(setup.profiles[0].tiers, 0)),
             "greedy": self.judge.score(setup.greedy(setup.num_judged)),
         }
         self.fallback, self.reference["threshold"] = self.judge.best_threshold()
-        self.progress = RunProgress(self.reference)
-        if config.resume is not None:
-            resumed = load_checkpoint(Path(config.resume), self.model, self.reference)
-            if resumed_kind(config) == config.engine.kind:
-                self.progress = resumed
-            else:  # scores of the simulator and of a server do not compare, nor do their rounds
-                self.model.num_timesteps = 0
+        self.progress = RunProgress(self.reference, evaluations)
+        if not evaluations:
+            self._score()
         self.folder = _made(folder)
 
     def learn(self) -> None:
         """Train to the end, or to Ctrl-C; the best policy so far is exported either way."""
+        try:
+            self._begin()
+            self._train()
+        except KeyboardInterrupt:
+            print("draftdial train: interrupted; exporting the best policy so far", file=sys.stderr)
+        except UserError:  # a live server is gone: what was learned on it is kept
+            self._save()
+            raise
+        self._save()
+
+    def _begin(self) -> None:
+        """Write what the run is made of, and where it starts."""
+        atomic_write(self.folder / "config.yaml", self.training.config)
+        atomic_write(self.folder / "command.txt", self.training.command + "\n")
+        atomic_write(self.folder / "versions.json", json.dumps(self.training.versions, indent=1) + "\n")
         self.model.set_logger(configure(str(self.folder), ["csv", "tensorboard"]))
-        if not self.progress.evaluations:
-            self._evaluate()
+        self._record()
+
+    def _train(self) -> None:
         remaining = self.config.ppo.total_rounds - self.model.num_timesteps
         with self.progress.bar(self.config.ppo.total_rounds) as bar:
-            try:
-                if remaining > 0:
-                    callback = _Evaluations(self, bar)
-                    self.model.learn(remaining, callback, reset_num_timesteps=False)
-                    self._evaluate()
-            except KeyboardInterrupt:
-                print("draftdial train: interrupted; exporting the best policy so far", file=sys.stderr)
-            except UserError:  # a live server is gone: what was learned on it is kept
-                self._save()
-                raise
-        self._save()
+            if remaining > 0:
+                self.model.learn(remaining, _Evaluations(self, bar), reset_num_timesteps=False)
+                self._score()
+                self._record()
 
     def evaluate_and_save(self) -> None:
         """An evaluation on the way, and a checkpoint to go on from."""
-        self._evaluate()
+        self._score()
+        self._record()
         self._save()
         self.setup.judged(self.model)
 
@@ -126,14 +139,19 @@ class _Run:
         save_checkpoint(self.folder, self.model, self.progress)
         self._export()
 
-    def _evaluate(self) -> None:
+    def _score(self) -> None:
+        """Evaluate the policy as it is now."""
         network = network_of(self.model.policy)
         score = self.judge.score(self.setup.policy(network, self.setup.num_judged))
         self.progress.add(self.model.num_timesteps, score, network)
-        self.model.logger.record("eval/score", score)
+
+    def _record(self) -> None:
+        """Write the newest evaluation to the logs, and all of them to `evaluations.json`."""
+        newest = self.progress.evaluations[-1]
+        self.model.logger.record("eval/score", newest.score)
         for rival, of_rival in self.reference.items():
-            self.model.logger.record(f"eval/gain_over_{rival}", score - of_rival)
-        self.model.logger.dump(self.model.num_timesteps)
+            self.model.logger.record(f"eval/gain_over_{rival}", newest.score - of_rival)
+        self.model.logger.dump(newest.num_rounds)
         atomic_write(self.folder / "evaluations.json", json.dumps(self.progress.record(), indent=1) + "\n")
 
     def _export(self) -> None:

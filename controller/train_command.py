@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -17,9 +20,20 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from draftdial.controller.train import main
+    with nothing_to_keep():
+        from draftdial.controller.train import main
 
     folder = main(args.overrides, args.json)
     if not args.json:
         print(f"policy: {folder / 'policy.safetensors'}")
     return 0
+
+
+@contextmanager
+def nothing_to_keep() -> Iterator[None]:
+    """Where Ctrl-C ends the block, say that no policy came of it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("draftdial train: interrupted before it began; nothing is kept", file=sys.stderr)
+        raise

@@ -13,13 +13,14 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from draftdial.controller import train
+from draftdial.controller import run_folder, train
 from draftdial.controller.cli import main as draftdial
 from draftdial.controller.cost_profile import CostProfile
 from draftdial.controller.features import Features
 from draftdial.controller.learned import LearnedPolicy, Network
 from draftdial.controller.policy import Policy
 from draftdial.controller.policy_file import load_policy, read
+from draftdial.controller.run_folder import Evaluation, RunProgress
 from draftdial.controller.validation import Validation
 from draftdial.envs.closed_loop import stationary
 from draftdial.envs.fitted_acceptance import FittedAcceptance
@@ -251,10 +252,71 @@ def test_ctrl_c_exports_and_can_be_resumed(
     assert evaluated[0] == 0 and evaluated[-1] >= 512 and evaluated == sorted(evaluated)
 
 
+def interrupt(*_: object) -> float:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("when", ["__init__", "best_threshold", "score"])
+def test_ctrl_c_before_training_says_that_nothing_is_kept(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    real = Validation.score
+
+    def interrupted_by_learned(self: Validation, policy: Policy) -> float:
+        return interrupt() if isinstance(policy, LearnedPolicy) else real(self, policy)
+
+    monkeypatch.setattr(Validation, when, interrupted_by_learned if when == "score" else interrupt)
+    assert draftdial(["train", "--json", *TINY, *FEW_DOMAINS]) == 130
+    out, err = capsys.readouterr()
+    assert out == "" and list(tmp_path.iterdir()) == []
+    assert err.splitlines()[1:] == ["draftdial train: interrupted before it began; nothing is kept"]
+
+
+def test_a_pipe_hears_how_far_training_is(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_folder, "LINE_EVERY_S", 0.0)
+    run()
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert first == "draftdial train: scoring the rules that it is compared with"
+    assert [line.split(" rounds; ")[0] for line in lines] == [
+        f"draftdial train: {rounds} of 512" for rounds in (0, 128, 256, 384)
+    ]
+    assert all(" % vs greedy, " in line for line in lines)
+
+
+def test_a_pipe_hears_no_more_than_a_line_in_ten_seconds(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(run_folder, "monotonic", lambda: now_s)
+    progress = RunProgress({"greedy": 1.0}, [Evaluation(0, 1.02, Network(networks(trained)[0]))])
+    capsys.readouterr()
+    with progress.bar(9000) as move:
+        for num_rounds in range(0, 9000, 1000):
+            move(num_rounds)
+            now_s += 4.0
+    assert capsys.readouterr().err.splitlines() == [
+        f"draftdial train: {rounds} of 9,000 rounds; +2.0 % vs greedy" for rounds in ("3,000", "6,000")
+    ]
+
+
+def test_a_terminal_shows_a_bar_and_no_lines(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_folder, "LINE_EVERY_S", 0.0)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes a pipe for a terminal by
+    run()
+    err = capsys.readouterr().err
+    assert " 75 %" in err and "draftdial train:" not in err
+
+
 def test_json_prints_one_object_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_folder, "LINE_EVERY_S", 0.0)
     assert draftdial(["train", "--json", *TINY, *FEW_DOMAINS]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert set(printed) == {"run_dir", "policy"}

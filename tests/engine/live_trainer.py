@@ -35,3 +35,9 @@ def started(*arguments: str, folder: Path) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def without_progress(stderr: str) -> str:
+    """What a trainer said besides how far it is."""
+    lines = stderr.splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("draftdial train: "))

@@ -13,6 +13,7 @@ from draftdial.controller.learned import LearnedPolicy, Network
 from draftdial.controller.policy_card import Training
 from draftdial.controller.policy_export import learned_file, rule_file
 from draftdial.controller.policy_file import PolicyFile, write
+from draftdial.controller.profile_document import KV_ONLY_PREFILL, row_names
 from draftdial.controller.rule_cards import Rule, rule_from_card
 from draftdial.controller.rules import Threshold
 from draftdial.controller.signals import FloatArray
@@ -22,14 +23,15 @@ MAX_RUNNING = 16
 HIDDEN = 16
 
 
-def tiny_profile() -> CostProfile:
+def tiny_profile(*, has_kv_only: bool = False) -> CostProfile:
     """The shipped H200 profile without the tiers and batches that the tiny server has not got."""
     document = copy.deepcopy(CostProfile.load("h200-llama3-8b").document)
     document["name"] = "tiny"
     document["tiers"] = [tier for tier in document["tiers"] if tier["k"] in TIERS]
-    kept = {"nospec", "off-warm", "off-skip", *(f"k={k}" for k in TIERS)}
+    kept = set(row_names(TIERS, has_kv_only=has_kv_only))
     document["rows"] = [row for row in document["rows"] if row["row"] in kept]
-    document["prefill"].pop("kv-only", None)  # goes with the row
+    if not has_kv_only:
+        document["prefill"].pop(KV_ONLY_PREFILL, None)  # goes with the row
     gone = set(CostProfile.load("h200-llama3-8b").rows) - kept
     for covered in document["provenance"]:
         covered["covers"] = [name for name in covered["covers"] if name not in gone]

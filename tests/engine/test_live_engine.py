@@ -15,7 +15,7 @@ import numpy as np
 import policies
 import pytest
 from cpu_server import ANSWER_S, draft_arguments, target_arguments
-from live_trainer import started, trainer
+from live_trainer import started, trainer, without_progress
 from steered_server import SteeredServer
 from traffic import Request, Sending
 
@@ -23,6 +23,7 @@ from draftdial.controller.bench_loads import Asking, closed_loads
 from draftdial.controller.errors import UserError
 from draftdial.controller.policy_file import load_policy, read
 from draftdial.engine_patch import lockstep
+from draftdial.engine_patch.warm_restart import WarmRestart
 from draftdial.envs.lengths import as_lengths
 from draftdial.envs.live_engine import LiveEngine
 from draftdial.envs.live_server import LiveServer
@@ -243,7 +244,7 @@ def train_arguments(server: SteeredServer, *overrides: str) -> list[str]:
 def test_a_policy_is_trained_and_deployed(server: SteeredServer, tmp_path: Path) -> None:
     begun = server.status()["live_answers"]
     done = trainer(*train_arguments(server, "--json"), folder=tmp_path)
-    assert (done.returncode, done.stderr) == (0, ""), done
+    assert (done.returncode, without_progress(done.stderr)) == (0, ""), done
     run = tmp_path / json.loads(done.stdout)["run_dir"]
     file = read(run / "policy.safetensors")
     assert load_policy(file).tiers == policies.TIERS and server.deploy(file)
@@ -255,7 +256,7 @@ def test_a_policy_is_trained_and_deployed(server: SteeredServer, tmp_path: Path)
     again = trainer(
         *train_arguments(server, f"resume={run}", "ppo.total_rounds=192", "--json"), folder=tmp_path
     )
-    assert (again.returncode, again.stderr) == (0, ""), again
+    assert (again.returncode, without_progress(again.stderr)) == (0, ""), again
     record = json.loads((tmp_path / json.loads(again.stdout)["run_dir"] / "evaluations.json").read_text())
     assert record["evaluations"][:3] == evaluations["evaluations"] and record["evaluations"][-1][0] == 192
 
@@ -271,7 +272,7 @@ def test_what_was_learned_in_simulation_goes_on_here(server: SteeredServer, tmp_
     assert begun.returncode == 0, begun
     run = json.loads(begun.stdout)["run_dir"]
     done = trainer(*train_arguments(server, f"resume={run}", "--json"), folder=tmp_path)
-    assert (done.returncode, done.stderr) == (0, ""), done
+    assert (done.returncode, without_progress(done.stderr)) == (0, ""), done
     record = json.loads((tmp_path / json.loads(done.stdout)["run_dir"] / "evaluations.json").read_text())
     assert [rounds for rounds, _ in record["evaluations"]] == [0, 64, 128], (
         "scores of the simulator are left out"
@@ -323,10 +324,48 @@ def test_a_second_trainer_is_refused_and_a_dead_server_ends_the_first(
             _, error = first.communicate(timeout=300)
         finally:
             first.kill()
-    assert first.returncode == 2 and error.count("\n") == 1, error
+    assert first.returncode == 2 and without_progress(error).count("\n") == 1, error
     assert re.search("the server is gone, or was restarted|cannot reach the server|request .* failed", error)
     [policy] = tmp_path.glob("runs/*/*/policy.safetensors")
     load_policy(read(policy))
+
+
+def test_where_k_0_is_kv_only_rounds_that_wait_are_told_and_policies_are_trained(
+    models: Path, tmp_path: Path
+) -> None:
+    profile = policies.tiny_profile(has_kv_only=True)
+    (tmp_path / "tiny.json").write_text(json.dumps(profile.document))
+    (tmp_path / "lengths.csv").write_text(LENGTHS)
+    policy = policies.saved(policies.learned(seed=0), tmp_path / "policy.safetensors")
+    with SteeredServer(
+        [*target_arguments(models), *draft_arguments(models)],
+        tmp_path,
+        serve=[str(policy), "--off-mode", "kv-only"],
+        environment={"DRAFTDIAL_LIVE": str(tmp_path / "live.sock")},
+    ) as server:
+        engine = engine_of(server)
+        engine.reset(2)
+        play(engine, 40)  # its first round at k = 0 runs the draft, to prove the projection
+        asked, ran = play(engine, 120, seed=1)
+        engine.close()
+        restart = WarmRestart()
+        begun = min(i for i in ran if ran[i] == asked[i] > 0)  # then no round waits
+        expected = {i: restart.decide(k) for i, k in asked.items() if i > begun}
+        assert {i: k for i, k in ran.items() if i > begun} == {i: expected[i] for i in ran if i > begun}
+        assert restart.num_restarts >= 10
+
+        (tmp_path / "runs").mkdir()
+        warm = trainer(*train_arguments(server), folder=tmp_path / "runs")
+        assert (warm.returncode, warm.stdout, warm.stderr.count("\n")) == (2, "", 1), warm
+        assert "off_mode: found warm, allowed: kv-only, as http" in warm.stderr
+        assert list((tmp_path / "runs").iterdir()) == []
+        done = trainer(*train_arguments(server, "engine.off_mode=kv-only", "--json"), folder=tmp_path)
+        assert (done.returncode, without_progress(done.stderr)) == (0, ""), done
+        file = read(tmp_path / json.loads(done.stdout)["policy"])
+        assert file.card["off_mode"] == "kv-only" and server.deploy(file)
+        status = server.status()
+    assert status["kv_only_rounds"] > 0 and status["kv_only_prefills"] > 0
+    assert (status["kv_only_fallback"], status["errors"], status["fallback"]) == ("", 0, "")
 
 
 def test_ranks_that_would_have_to_agree_are_refused(models: Path, folder: Path, tmp_path: Path) -> None:
