@@ -26,11 +26,11 @@ from draftdial.engine_patch.scheduler_signals import SchedulerSignals
 DEFAULT_POLICY = Path("runs/demo/policy.safetensors")
 DECISIONS = 100_000
 CONCURRENCIES = (1, 4, 16, 64, 256, 32, 8, 2)
+"""As far as a server that the policy was made for admits so many."""
 ROUNDS_AT_EACH = 250
 MEAN_PROMPT_TOKENS = 600
 MEAN_OUTPUT_TOKENS = 250
 ACCEPTANCE = 0.7
-MAX_RUNNING = 258
 POOL_TOKENS = 1_000_000
 LAG = 2
 SETTLING_ROUNDS = 3
@@ -85,9 +85,10 @@ class _Server:
 
     chunked_req = None
     max_total_num_tokens = POOL_TOKENS
-    max_running_requests = MAX_RUNNING
 
     def __init__(self, policy: PolicyFile) -> None:
+        self.max_running_requests = policy.profile().max_running
+        self.concurrencies = [min(concurrency, self.max_running_requests) for concurrency in CONCURRENCIES]
         self._rng = np.random.default_rng(0)
         self._ids = count()
         self.waiting_queue: list[_Request] = []
@@ -122,7 +123,7 @@ class _Server:
 
     def _admit(self) -> None:
         """Fill up to the concurrency of the moment by one prefill batch."""
-        concurrency = CONCURRENCIES[self.num_rounds // ROUNDS_AT_EACH % len(CONCURRENCIES)]
+        concurrency = self.concurrencies[self.num_rounds // ROUNDS_AT_EACH % len(self.concurrencies)]
         missing = concurrency - len(self.running_batch.reqs)
         if missing <= 0:
             return
@@ -184,6 +185,7 @@ def bench(policy: PolicyFile, num_decisions: int = DECISIONS) -> dict[str, Any]:
     return {
         "policy": server.dial.policy_name,
         "decisions": num_decisions,
+        "most_running": max(server.concurrencies),
         "median_us": _percentile(decision_us, 50),
         "p99_us": _percentile(decision_us, 99),
         "undisturbed_decisions": len(undisturbed),
@@ -240,7 +242,7 @@ def _run(args: argparse.Namespace) -> int:
         return 0
     if args.policy is None and result["policy"] == SEEDED:
         print(f"no {DEFAULT_POLICY} here: fixed random weights for {PROFILE} stand in for a trained policy")
-    loads = f"loads of 1 to {max(CONCURRENCIES)} requests"
+    loads = f"loads of 1 to {result['most_running']} requests"
     print(f"policy: {result['policy']}, {result['decisions']:,} decisions under {loads}")
     print(f"on the launch path: median {result['median_us']} µs, p99 {result['p99_us']} µs")
     share = result["undisturbed_decisions"] / result["decisions"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from draftdial.controller.bench_decide import CONCURRENCIES, ROUNDS_AT_EACH, bench
+from draftdial.controller.bench_decide import CONCURRENCIES, ROUNDS_AT_EACH, _Server, bench
 from draftdial.controller.cli import main
 from draftdial.controller.policy_file import PolicyFile, load_policy
 from draftdial.controller.seeded_policy import seeded_policy
@@ -33,6 +33,17 @@ def test_times_differ_and_decisions_do_not(policy: PolicyFile) -> None:
         assert 0 < result["undisturbed_decisions"] <= CYCLE
         assert result["observe_median_us"] > 0
         assert result["policy"] == "bench"
+
+
+def test_the_server_is_one_that_the_policy_was_made_for(policy: PolicyFile) -> None:
+    for file in (policy, seeded_policy()):
+        server, limit = _Server(file), file.profile().max_running
+        running = []
+        for _ in range(CYCLE):
+            server.run_round()
+            running.append(len(server.running_batch.reqs))
+        assert server.dial.last_signals.max_running[0] == limit
+        assert max(running) == min(limit, max(CONCURRENCIES))
 
 
 def test_decisions_leave_nothing_behind(policy: PolicyFile) -> None:
@@ -78,7 +89,7 @@ def test_standing_in_for_a_trained_policy_is_said(
     assert main(["bench-decide", "--decisions", "1"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("no runs/demo/policy.safetensors here: fixed random weights")
-    assert "policy: seeded, " in out
+    assert f"policy: seeded, {CYCLE:,} decisions under loads of 1 to 256 requests\n" in out
 
 
 @pytest.mark.parametrize(
