@@ -16,6 +16,7 @@ from pathlib import Path
 from draftdial.controller.cost_profile import CostProfile
 from draftdial.controller.errors import UserError
 from draftdial.controller.files import atomic_write
+from draftdial.controller.interrupts import uninterrupted
 from draftdial.controller.launched_server import LaunchedServer, without_speculation
 from draftdial.controller.measured_server import MeasuredServer
 from draftdial.controller.number_arguments import count, count_or_none, counts
@@ -25,6 +26,7 @@ from draftdial.controller.profile_measurements import Grid, Measurements
 from draftdial.controller.profile_sweep import Sweep
 from draftdial.controller.rules import FixedK, Threshold
 from draftdial.engine_patch.client import Server, ServerRefused
+from draftdial.engine_patch.settings import OFF_MODE
 
 DEFAULT_CONTEXTS = (500, 2000, 8000)
 DEFAULT_ROUNDS = 32
@@ -42,7 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "profile",
         help="measure a server and write its cost profile",
-        usage="draftdial profile (URL | [--policy FILE] -- ARGS) --out FILE.json [options]",
+        usage="draftdial profile (URL | [--policy FILE] [--off-mode MODE] -- ARGS) --out FILE.json [options]",
         epilog="The server must serve nobody else meanwhile. ARGS are SGLang's, for a server started here.",
     )
     parser.add_argument(
@@ -57,6 +59,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--no-spec", metavar="URL", help="`draftdial serve --warn` without speculation")
     parser.add_argument("--policy", type=Path, metavar="FILE", help="with ARGS: gives the server its tiers")
+    parser.add_argument(
+        "--off-mode", choices=("kv-only",), help="with ARGS: as of `draftdial serve`; also measured"
+    )
     parser.add_argument("--api-key", metavar="KEY", help="the servers' --admin-api-key, or their --api-key")
     parser.add_argument("--batches", type=counts, metavar="N,N", help="default: those with CUDA graphs")
     parser.add_argument(
@@ -88,6 +93,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("profile: give the URL of a server, or -- and SGLang's arguments for one")
     if args.engine_arguments and args.no_spec:
         raise UserError("--no-spec: not with ARGS: that server is started here, too")
+    if args.url and args.off_mode:
+        raise UserError("--off-mode: not with a URL, allowed: `draftdial serve --off-mode kv-only` starts it")
     if len(args.contexts) < 2:
         raise UserError(f"--contexts: found {len(args.contexts)}, allowed: two or more")
     try:
@@ -109,6 +116,9 @@ def _measure(args: argparse.Namespace, name: str) -> tuple[dict[str, object], li
         if 0 not in speculative.tiers or len(speculative.tiers) < 2:
             found = ", ".join(map(str, speculative.tiers)) or "none"
             raise UserError(f"{url}: tiers: found {found}, needed: 0 and another; is it steered?")
+        if args.off_mode and not speculative.has_kv_only:
+            reason = speculative.status["kv_only_fallback"]
+            raise UserError(f"--off-mode kv-only: not on this server, where k = 0 is warm: {reason}")
         grid = _grid(args, speculative)
         measurements = Measurements.open(_measurements_path(args.out), grid, speculative.facts_that_last)
         _sweep(Sweep(speculative, grid, "speculative"), measurements)
@@ -155,7 +165,8 @@ def _server(args: argparse.Namespace, is_speculative: bool) -> Iterator[str]:
         log = args.out.with_suffix(f".{side}.log")
         log.parent.mkdir(parents=True, exist_ok=True)
         chosen = arguments if is_speculative else without_speculation(arguments)
-        yield stack.enter_context(LaunchedServer(policy, chosen, log)).url
+        variables = {OFF_MODE: args.off_mode} if args.off_mode else {}
+        yield stack.enter_context(LaunchedServer(policy, chosen, log, variables)).url
 
 
 def _start_policy() -> bytes:
@@ -206,7 +217,8 @@ def _sweep(sweep: Sweep, measurements: Measurements) -> None:
                     measurements.add(task, sweep.run(task))
                     progress.advance(bar)
     finally:
-        sweep.server.close()
+        with uninterrupted():
+            sweep.server.close()
 
 
 def _thinned(batches: Sequence[int]) -> list[int]:

@@ -438,6 +438,8 @@ def test_many_captured_batches_are_thinned_by_ratio() -> None:
         (["http://127.0.0.1:1", "--out", "p.txt"], "ends in .json"),
         (["http://127.0.0.1:1", "--out", "p.json", "--contexts", "100"], "--contexts: found 1"),
         (["http://127.0.0.1:1", "--out", "p.json", "--batches", "0"], "found 0"),
+        (["http://127.0.0.1:1", "--out", "p.json", "--off-mode", "kv-only"], "--off-mode: not with a URL"),
+        (["--out", "p.json", "--off-mode", "skip", "--", "--model-path", "m"], "choose from 'kv-only'"),
         (["http://127.0.0.1:1", "--out", "p.json"], "cannot reach the server"),
     ],
 )

@@ -22,6 +22,7 @@ from draftdial.controller.cost_profile import CostProfile
 from draftdial.controller.profile_sweep import PREFILLS
 from draftdial.engine_patch.client import Server
 
+INTERRUPTED = "draftdial: interrupted; putting the server back\n"
 SMALL = ["--batches", "1,3", "--contexts", "24,80", "--rounds", "6", "--repeats", "2", "--held-out", "1"]
 
 
@@ -105,17 +106,34 @@ def test_servers_are_started_with_and_without_speculation(models: Path, tmp_path
     arguments = [*target_arguments(models), *draft_arguments(models)]
     command = [sys.executable, "-m", "draftdial.controller.cli", "profile", "--out", str(out)]
     done = subprocess.run(
-        [*command, *SMALL, "--policy", str(policy), "--", *arguments],
+        [*command, *SMALL, "--policy", str(policy), "--off-mode", "kv-only", "--", *arguments],
         env=os.environ | CPU_ENVIRONMENT,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0 and only_warnings(done.stderr), done
     rows = {row["row"]: row["cells"] for row in json.loads(out.read_text())["rows"]}
-    assert not any(cell.get("inferred") for cell in rows["nospec"])
+    assert not any(cell.get("inferred") for row in ("nospec", "off-kv-only") for cell in rows[row])
     assert {"nospec cell batch 3 context 80", "nospec prefill batch 0 context 0"} <= set(
         json.loads((tmp_path / "own.measurements.json").read_text())["results"]
     )
+
+
+def test_a_server_that_cannot_be_kv_only_is_not_measured_as_one(models: Path, tmp_path: Path) -> None:
+    arguments = [*target_arguments(models), *draft_arguments(models), "--speculative-draft-window-size", "64"]
+    command = [sys.executable, "-m", "draftdial.controller.cli", "profile", "--off-mode", "kv-only"]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "own.json"), "--", *arguments],
+        env=os.environ | CPU_ENVIRONMENT,
+        capture_output=True,
+        text=True,
+    )
+    said = (
+        "draftdial: --off-mode kv-only: not on this server, where k = 0 is warm: --speculative-draft-window"
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done
+    assert done.stderr.startswith(said)
+    assert [path.name for path in tmp_path.iterdir()] == ["own.speculative.log"]
 
 
 @pytest.fixture
@@ -246,7 +264,7 @@ def test_a_benchmark_that_is_interrupted_puts_the_server_back(steered: SteeredSe
         _, error = bench.communicate(timeout=600)
     finally:
         bench.kill()
-    assert (bench.returncode, error) == (130, "")
+    assert (bench.returncode, error) == (130, INTERRUPTED)
     assert steered.status()["forced_k"] == -1
 
 
@@ -270,7 +288,7 @@ def test_turns_that_are_interrupted_leave_no_server_paused(
         _, error = bench.communicate(timeout=600)
     finally:
         bench.kill()
-    assert (bench.returncode, error) == (130, "")
+    assert (bench.returncode, error) == (130, INTERRUPTED)
     assert json.loads((tmp_path / "bench.json").read_text())["cells"] == []
     after = steered.status()
     assert [after[name] for name in ("mode", "forced_k")] == [before[name] for name in ("mode", "forced_k")]
