@@ -80,7 +80,13 @@ class InstalledSglang:
                 raise UserError(f"SGLang: --config: {error}") from None
             for action in parser._actions:
                 action.default = argparse.SUPPRESS  # so that only what the user set is in the result
-            return Given(tuple(merged), vars(parser.parse_args(merged)))
+            try:
+                values = vars(parser.parse_args(merged))
+            except UserError:
+                raise
+            except Exception as error:  # actions of its own for some flags raise what they like
+                raise _refusal(error) from None
+            return Given(tuple(merged), values)
 
     def resolve(self, arguments: Sequence[str]) -> Resolved:
         with _quietly():
@@ -97,9 +103,7 @@ class InstalledSglang:
                 unsupported = adaptive_unsupported_reason(server_args)
                 server_args.check_server_args()
             except Exception as error:
-                # Of any kind: it ends the server's start in the same way.
-                reason = str(error).rstrip(".") or type(error).__name__
-                raise UserError(f"SGLang refuses these arguments: {reason}") from None
+                raise _refusal(error) from None  # of any kind: it ends the server's start in the same way
             view = _resolved_view(server_args)
             graphs = view.cuda_graph_config.decode
             return Resolved(
@@ -117,6 +121,11 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"SGLang: {message}")
+
+
+def _refusal(error: Exception) -> UserError:
+    """What SGLang raised about its arguments, as one line."""
+    return UserError(f"SGLang refuses these arguments: {str(error).rstrip('.') or type(error).__name__}")
 
 
 def _merge_config(parser: argparse.ArgumentParser, arguments: list[str]) -> list[str]:

@@ -51,6 +51,10 @@ class SteeredServer(CpuServer):
         """What the policy saw before each round, and the probe's own count."""
         return [json.loads(line) for line in (self.folder / "signals-0.jsonl").read_text().splitlines()]
 
+    def kv_lengths(self) -> list[str]:
+        """The type of the lengths of KV that SGLang was told, round by round."""
+        return (self.folder / "kv-lengths-0.txt").read_text().splitlines()
+
     def recorded(self) -> RecordedLog:
         """The decision log, where there is one, up to now."""
         time.sleep(1.1 * FLUSH_INTERVAL_S)

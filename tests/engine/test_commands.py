@@ -67,3 +67,11 @@ def test_server_info_stays_small(steered: SteeredServer) -> None:
     status = steered.status()
     assert len(json.dumps(status)) < 10_000
     assert {type(value) for value in status.values()} <= {int, float, str}
+
+
+def test_doctor_says_in_one_line_what_sglangs_own_reading_of_a_flag_raises(steered: SteeredServer) -> None:
+    done = steered.command("doctor", "--", "--model-path", "m", "--lora-paths", '{"lora_name": "a"}')
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done
+    assert (
+        done.stderr.startswith("draftdial: SGLang refuses these arguments: ") and "lora_path" in done.stderr
+    )

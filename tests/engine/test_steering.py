@@ -10,6 +10,8 @@ import pytest
 from steered_server import SteeredServer, num_switches, shares
 from traffic import Load, Reference, Request, Sending, fewest_rounds, random_requests, tokens_of
 
+from draftdial.engine_patch import kv_lengths
+
 
 @pytest.fixture
 def requests(reference: Reference) -> list[Request]:
@@ -41,6 +43,17 @@ def test_a_learned_policy_changes_no_output(
     assert after["decisions"] - before["decisions"] >= fewest_rounds(requests, max(policies.TIERS))
     assert after["observed"] == after["decisions"]
     assert sum(after[f"rounds_at_k.{k}"] for k in policies.TIERS) == after["decisions"]
+
+
+def test_lengths_of_kv_are_a_list_where_sglang_would_read_them_off_a_tensor(
+    steered: SteeredServer, release: str
+) -> None:
+    begun = len(steered.rounds())
+    Sending(steered, [Request((5, 6, 7), 40)]).answers()
+    rounds = steered.rounds()
+    lengths = steered.kv_lengths()
+    assert len(lengths) >= len(rounds) > begun  # of every round, also at k = 0
+    assert set(lengths) == {"list" if release in kv_lengths.RELEASES else "Tensor"}
 
 
 def test_switching_in_most_rounds_changes_no_output(

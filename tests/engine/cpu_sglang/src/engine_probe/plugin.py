@@ -2,7 +2,9 @@
 
 Each rank writes there `rounds-RANK.txt`, a line `batch_size k` for every decode round. `register` adds what
 is slow at large batches: where draftdial steers, `signals-RANK.jsonl`, what a policy saw beside a recount of
-the scheduler; and `RID.npz`, the draft's keys and values of every finished request named `kv-...`.
+the scheduler; `kv-lengths-RANK.txt`, a line for every round that speculation gets KV for, the type in which
+SGLang's own function is told how much; and `RID.npz`, the draft's keys and values of every finished request
+named `kv-...`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ _CONTROLLER = "sglang.srt.speculative.adaptive_runtime_state.AdaptiveController"
 _MODULE = "sglang.srt.managers.scheduler"
 _SCHEDULER = f"{_MODULE}.Scheduler"
 _RELEASE = "sglang.srt.mem_cache.common.release_kv_cache"
+_ALLOCATION = "sglang.srt.mem_cache.allocation.alloc_for_spec_decode"
+"""Where it is defined: hooks go on in the order of their names, so this one is inside draftdial's."""
 _DECISION = "draftdial.engine_patch.dial.Dial.get_steps_for_batch"
 
 
@@ -34,6 +38,7 @@ def register() -> None:
     HookRegistry.register(f"{_CONTROLLER}.__init__", probe.controller_made, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}.run_event_loop", probe.scheduler_ready, HookType.BEFORE)
     HookRegistry.register(_RELEASE, probe.releasing, HookType.BEFORE)
+    HookRegistry.register(_ALLOCATION, probe.allocating, HookType.BEFORE)
     HookRegistry.register(_DECISION, probe.signals_read, HookType.AFTER)
 
 

@@ -21,6 +21,7 @@ class Probe:
         self.worker: Any = None
         self.scheduler: Any = None
         self.signals: TextIO | None = None
+        self.kv_lengths: TextIO | None = None
         self.newest_round = -1
 
     def controller_made(self, _result: Any, controller: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -30,6 +31,11 @@ class Probe:
         self.scheduler = scheduler
         rank = torch.distributed.get_rank(scheduler.tp_cpu_group)
         self.signals = (self.folder / f"signals-{rank}.jsonl").open("w", buffering=1)
+        self.kv_lengths = (self.folder / f"kv-lengths-{rank}.txt").open("w", buffering=1)
+
+    def allocating(self, *_args: Any, nxt_kv_lens_cpu: Any, **_kwargs: Any) -> None:
+        if self.kv_lengths is not None:
+            self.kv_lengths.write(f"{type(nxt_kv_lens_cpu).__name__}\n")
 
     def signals_read(self, _result: Any, dial: Any, batch_size: int, *_args: Any) -> None:
         """The batch of the coming round is the scheduler's running one: count everything anew from it."""
