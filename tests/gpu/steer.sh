@@ -5,29 +5,17 @@
 # decision log, what each level of load did (steer.json), /server_info, metrics and the server's log.
 set -euo pipefail
 policy=$1 out=$2 gpus=${3:-1}
-here=$(cd "$(dirname "$0")" && pwd)
-dial="python3 -m draftdial.controller.cli"
+GRAPHS=${GRAPHS:-1 2 4 8 16 32 64 96 128}
+PREFILL_GRAPHS=${PREFILL_GRAPHS:-none}
+. "$(dirname "$0")/servers.sh"
 url=http://127.0.0.1:30000
-work=$(mktemp -d)
-python3 "$here/llama_shapes.py" "$work"
 export SGLANG_SIMULATE_ACC_LEN=${SGLANG_SIMULATE_ACC_LEN:-2.5}
 
-$dial serve "$policy" --log "$out/decisions.log" -- \
-  --model-path "$work/target" --load-format dummy --skip-tokenizer-init --dtype bfloat16 \
-  --speculative-algorithm EAGLE3 --speculative-draft-model-path "$work/draft" --tp "$gpus" \
-  --attention-backend fa3 --sampling-backend pytorch --disable-radix-cache --context-length 8192 \
-  --mem-fraction-static 0.7 --max-running-requests 136 --cuda-graph-bs-decode 1 2 4 8 16 32 64 96 128 \
-  --disable-prefill-cuda-graph --disable-flashinfer-autotune --enable-metrics --host 127.0.0.1 --port 30000 \
-  >"$out/server.log" 2>&1 &
+start "$(seq -s, 0 $((gpus - 1)))" "$out/server.log" "$policy" --log "$out/decisions.log" -- "${target[@]}" "${draft[@]}" \
+  --tp "$gpus" --mem-fraction-static 0.7 --max-running-requests 136 --enable-metrics --port 30000
 server=$!
 trap 'kill $server 2>/dev/null; wait $server 2>/dev/null || true' EXIT
-get() { python3 -c 'import sys, urllib.request as u; print(u.urlopen(sys.argv[1], timeout=5).read().decode())' "$1"; }
-for _ in $(seq 300); do
-  get "$url/health" >/dev/null 2>&1 && break
-  kill -0 $server 2>/dev/null || { tail -40 "$out/server.log"; exit 1; }
-  sleep 1
-done
-echo "server up after $SECONDS s"
+await $url $server "$out/server.log"
 
 python3 "$here/step_load.py" $url --levels 1 4 16 32 64 96 128 96 64 32 16 4 1 --seconds "${LEVEL_S:-6}" --out "$out/steer.json"
 $dial status $url
