@@ -130,12 +130,12 @@ def test_the_published_table_is_what_its_command_prints() -> None:
         command, capture_output=True, text=True, check=True
     ).stdout.splitlines()
     assert {line.count("|") for line in printed} == {header.count("|")}
-    section = (root / "docs" / "results.md").read_text().split("## Every load, ")[1].split("\n## ")[0]
+    section = (root / "docs" / "results.md").read_text().split("## Against every fixed k")[1].split("\n## ")[0]
     shown = [line for line in section.splitlines() if " to " in line and line.startswith("|")]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed]
     published = [row for row in rows if row[1] not in ("", "all 1")]
     assert len(shown) == len(published) == 23
     for line, row in zip(shown, published, strict=True):
         cells = [cell.strip() for cell in line.split("|")[2:-1]]
-        ratios = [f"{cell.split(';')[0].rstrip(')')})" if cell else "" for cell in row[5:8]]
+        ratios = [f"{cell.split(';')[0].rstrip(')')})" if cell else "" for cell in row[5:7]]
         assert [cells[0], cells[1], *cells[3:]] == [row[1], row[3], *ratios], row
