@@ -90,6 +90,8 @@ class KvOnly:
             self.restart.is_cold = False
             return self._prove("decode", owed, lambda: original(worker, batch, result, **kwargs))
         self._owe(owed, [request.rid for request in batch.reqs])
+        if self._backlog.is_half_full:
+            self.settle()  # now, while the GPU is busy with this round
         if self.fallback:
             return original(worker, batch, result, **kwargs)
         self._fill(result.next_draft_input, owed)

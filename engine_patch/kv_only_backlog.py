@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CAPACITY = 1024
-"""Rows. From a few hundred on a projection is bound by arithmetic, and more of them together save nothing."""
+"""Rows. From a few hundred on a projection is bound by arithmetic, and more of them together save nothing:
+half of it is for a prefill that comes between."""
 
 
 class Owed(NamedTuple):
@@ -50,6 +51,10 @@ class Backlog:
     def takes(self, owed: Owed) -> bool:
         """Is there room for it?"""
         return self._num_rows + len(owed.slots) <= self.capacity
+
+    @property
+    def is_half_full(self) -> bool:
+        return 2 * self._num_rows >= self.capacity
 
     def add(self, owed: Owed, requests: Sequence[str] | None) -> None:
         """Keep what it `takes`; the tensors may be overwritten afterwards.

@@ -130,7 +130,8 @@ def test_the_published_table_is_what_its_command_prints() -> None:
         command, capture_output=True, text=True, check=True
     ).stdout.splitlines()
     assert {line.count("|") for line in printed} == {header.count("|")}
-    section = (root / "docs" / "results.md").read_text().split("## Against every fixed k")[1].split("\n## ")[0]
+    text = (root / "docs" / "results.md").read_text()
+    section = text.split("## Against every fixed k")[1].split("\n## ")[0]
     shown = [line for line in section.splitlines() if " to " in line and line.startswith("|")]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed]
     published = [row for row in rows if row[1] not in ("", "all 1")]

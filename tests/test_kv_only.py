@@ -505,16 +505,25 @@ def test_a_projection_that_fails_at_a_prefill_runs_the_draft(round_at_zero: Fact
     assert kv_only.fallback == "RuntimeError: no such kernel" and draft.pool[4:8].eq(1.0).all()
 
 
-def test_no_more_is_owed_than_there_is_room_for(round_at_zero: Factory) -> None:
+def test_rounds_leave_half_of_the_room_to_a_prefill(round_at_zero: Factory) -> None:
     kv_only, draft, run = round_at_zero()
     run()
-    kv_only._backlog = Backlog(capacity=4)
+    run()
+    prefill(draft, LONG)  # which proves the projection
+    run(slots=(0, 1))
+    kv_only.settle()
+    kv_only._backlog = Backlog(capacity=8)
+    draft.writes.clear()
     for slots in ((1, 2), (3, 4), (5, 6)):
         run(slots=slots)
     assert draft.writes == [[1, 2, 3, 4]]
+    prefill(draft, list(range(10, 16)))
+    assert len(draft.writes) == 1
+    prefill(draft, [16, 17, 18])
+    assert draft.writes[1:] == [[5, 6], list(range(10, 16))]
     kv_only._backlog = Backlog(capacity=1)
     run(slots=(7, 8))
-    assert draft.writes[1:] == [[7, 8]]
+    assert draft.writes[3:] == [[7, 8]]
 
 
 def test_the_first_round_leaves_the_draft_warm(round_at_zero: Factory) -> None:
