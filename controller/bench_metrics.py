@@ -50,11 +50,11 @@ def policy_figures(before: Mapping[str, Any], after: Mapping[str, Any]) -> Figur
     if "decisions" not in after:
         return {}
     gained = {name: after[name] - before[name] for name in ("decisions", "switches", "drafted", "wasted")}
-    rounds, timed, seconds, waited = (
-        _by_k(before, after, name) for name in ("rounds_at_k", "timed_at_k", "seconds_at_k", "waited_at_k")
+    rounds, steady, seconds, waited_s = (
+        _by_k(before, after, name)
+        for name in ("rounds_at_k", "steady_rounds_at_k", "steady_seconds_at_k", "steady_waited_s_at_k")
     )
-    ran = [k for k in waited if rounds[k] and timed[k]]
-    host_ms = {k: 1e3 * (seconds[k] - waited[k]) / timed[k] for k in ran}
+    host_ms = {k: 1e3 * (seconds[k] - waited_s[k]) / n for k, n in steady.items() if n and rounds[k]}
     return {
         "rounds": gained["decisions"],
         "rounds_at_k": rounds,

@@ -59,7 +59,7 @@ class ServedBench:
             raise UserError(f"{path}: neither a decision log nor a bench.json (schema {SCHEMA})")
         try:
             return cls.of(document, str(path))
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise UserError(f"{path}: not as `draftdial bench` writes it here: {error!r}") from None
 
     @classmethod

@@ -200,6 +200,17 @@ def adaptive_refusal(server_args: Any) -> str:
     return f"this server cannot change its number of draft tokens: {reason}"
 
 
+def waits_for_results_alone(scheduler: Any) -> bool:
+    """Does the host wait for the GPU where it reads a result, and nowhere else in a round?
+
+    Not without overlap scheduling, nor where the attention backend wants lengths that the host fetches first.
+    """
+    relay = getattr(scheduler, "future_map", None)
+    return bool(getattr(scheduler, "enable_overlap", False)) and not getattr(
+        relay, "needs_cpu_seq_lens", True
+    )
+
+
 def is_first_rank(scheduler: Any) -> bool:
     """Is this the rank that reports for its tensor-parallel group?"""
     import torch.distributed as dist

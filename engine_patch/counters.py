@@ -6,6 +6,23 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
+class Steady:
+    """Rounds whose neighbours had the same k. Under overlap scheduling the time from one launch to the next also
+    holds the result of the round before and the launch of the round after: only then is all of it one k's.
+    """
+
+    rounds: int = 0
+    seconds: float = 0.0
+    waited_s: float = 0.0
+    """That part of it in which the host waited for the GPU."""
+
+    def add(self, seconds: float, waited_s: float) -> None:
+        self.rounds += 1
+        self.seconds += seconds
+        self.waited_s += waited_s
+
+
+@dataclass(slots=True)
 class Counters:
     """Plain counts since the server started; health checks and warm-up are in none of them."""
 
@@ -13,10 +30,8 @@ class Counters:
     """Rounds launched at each tier."""
     seconds_at_k: dict[int, float]
     """Measured from one launch to the next, where no prefill came between; for people, not for decisions."""
-    timed_at_k: dict[int, int]
-    """Rounds that this was measured of."""
-    waited_at_k: dict[int, float] = field(default_factory=dict)
-    """Seconds of it in which the host waited for the GPU; empty where nothing overlaps."""
+    steady_at_k: dict[int, Steady] = field(default_factory=dict)
+    """Of rounds between two of the same k; empty where it is not known what the host waits for."""
     decisions: int = 0
     switches: int = 0
     """Rounds whose k differed from the round before."""
@@ -29,10 +44,3 @@ class Counters:
     deploys: int = 0
     fallbacks: int = 0
     errors: int = 0
-
-    def timed(self, k: int, seconds: float, waited_s: float) -> None:
-        """From the launch of a round to the next, with no prefill between."""
-        self.seconds_at_k[k] += seconds
-        self.timed_at_k[k] += 1
-        if waited_s:
-            self.waited_at_k[k] = self.waited_at_k.get(k, 0.0) + waited_s

@@ -17,7 +17,7 @@ from draftdial.controller.policy import Policy
 from draftdial.controller.policy_file import PolicyFile
 from draftdial.controller.signals import RoundOutcome, RoundSignals
 from draftdial.engine_patch import lockstep, round_timer
-from draftdial.engine_patch.counters import Counters
+from draftdial.engine_patch.counters import Counters, Steady
 from draftdial.engine_patch.decision_log import DecisionLog
 from draftdial.engine_patch.kv_only import KvOnly
 from draftdial.engine_patch.launch_checks import SKIP
@@ -67,6 +67,8 @@ class _Last:
     launched_s: float = 0.0
     """When the batch before it was launched and with which k; 0 where that was no decided round."""
     launched_k: int = 0
+    before_k: int = -1
+    """That of the round before it; -1 where that was no decided round."""
     waited_s: float = 0.0
     """What the host has waited for the GPU since."""
 
@@ -117,7 +119,9 @@ class Dial:
         self.mode: Mode = "steer"
         self.forced_k: int | None = None
         built = self._tiers.built
-        self.counters = Counters(dict.fromkeys(built, 0), dict.fromkeys(built, 0.0), dict.fromkeys(built, 0))
+        self.counters = Counters(dict.fromkeys(built, 0), dict.fromkeys(built, 0.0))
+        self.sees_waits = False
+        """Whether all that the host waits for the GPU is told to `waited`."""
         self.fallback: str | None = None
         self.last_error = ""
         self.last_control = ""
@@ -203,13 +207,16 @@ class Dial:
         last = self._last
         waited_s, last.waited_s = last.waited_s, 0.0
         if not last.is_new or self.signals is None:
-            last.launched_s = 0.0
+            last.launched_s, last.before_k = 0.0, -1
             return None
         last.is_new = False
-        now = time.perf_counter()
+        now, before_k = time.perf_counter(), -1
         if last.launched_s:
-            self.counters.timed(last.launched_k, now - last.launched_s, waited_s)
-        last.launched_s, last.launched_k = now, last.k
+            before_k, seconds = last.launched_k, now - last.launched_s
+            self.counters.seconds_at_k[before_k] += seconds
+            if self.sees_waits and last.before_k == before_k == last.k:
+                self.counters.steady_at_k.setdefault(last.k, Steady()).add(seconds, waited_s)
+        last.launched_s, last.launched_k, last.before_k = now, last.k, before_k
         asked = -1 if self.fallback is not None else last.wanted_k
         self.telemetry.decided(self.signals.values, asked, last.wanted_k, last.k, MODES.index(self.mode))
         return last.round_id

@@ -88,10 +88,11 @@ class KvOnly:
         owed = _owed(batch, result)
         if "decode" not in self._proven:
             self.restart.is_cold = False
+            self.settle()
             return self._prove("decode", owed, lambda: original(worker, batch, result, **kwargs))
         self._owe(owed, [request.rid for request in batch.reqs])
-        if self._backlog.is_half_full:
-            self.settle()  # now, while the GPU is busy with this round
+        if self._backlog.is_half_full or self.fallback:
+            self.settle()  # while the GPU is busy with this round
         if self.fallback:
             return original(worker, batch, result, **kwargs)
         self._fill(result.next_draft_input, owed)

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 COUNTERS_BY_K = {
     "decisions": "Decode rounds decided, by the k that ran.",
     "decode_seconds": "Time between decode rounds that follow one another, by the k of the first.",
-    "decode_wait_seconds": "That part of it in which the host waited for the GPU.",
+    "steady_seconds": "That of rounds between two of the same k, where it is known what the host waits for.",
+    "steady_wait_seconds": "That part of it in which the host waited for the GPU.",
 }
 COUNTERS = {
     "switches": "Rounds whose k differs from that of the round before.",
@@ -77,7 +78,8 @@ class Metrics:
         for name, count_at_k in (
             ("decisions", counters.rounds_at_k),
             ("decode_seconds", counters.seconds_at_k),
-            ("decode_wait_seconds", counters.waited_at_k),
+            ("steady_seconds", {k: steady.seconds for k, steady in counters.steady_at_k.items()}),
+            ("steady_wait_seconds", {k: steady.waited_s for k, steady in counters.steady_at_k.items()}),
         ):
             for k, count in count_at_k.items():
                 self._by_k[name].labels(**self._labels, k=str(k)).inc(self._grown(name, k, count))

@@ -62,8 +62,11 @@ def _active(dial: Dial) -> dict[str, Any]:
         "switches": counters.switches,
         **{f"rounds_at_k.{k}": rounds for k, rounds in counters.rounds_at_k.items()},
         **{f"seconds_at_k.{k}": seconds for k, seconds in counters.seconds_at_k.items()},
-        **{f"timed_at_k.{k}": rounds for k, rounds in counters.timed_at_k.items()},
-        **{f"waited_at_k.{k}": seconds for k, seconds in counters.waited_at_k.items()},
+        **{
+            f"steady_{name}_at_k.{k}": getattr(steady, name)
+            for k, steady in sorted(counters.steady_at_k.items())
+            for name in ("rounds", "seconds", "waited_s")
+        },
         **_output(dial.signals),
         "observed": counters.observed,
         "drafted": counters.drafted,

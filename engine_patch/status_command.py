@@ -62,12 +62,12 @@ def status_lines(status: Status) -> Iterator[str]:
     if any(share for _, share in shares(status, "seconds_at_k.")):
         yield _line("time", ", ".join(f"k={k} {share:.1%}" for k, share in shares(status, "seconds_at_k.")))
     busy = [
-        f"k={k} {1 - float(status[name]) / float(status[f'seconds_at_k.{k}']):.0%}"
+        f"k={k} {1 - float(status[name]) / float(status[f'steady_seconds_at_k.{k}']):.0%}"
         for name in status
-        if (k := name.removeprefix("waited_at_k.")) != name
+        if (k := name.removeprefix("steady_waited_s_at_k.")) != name
     ]
     if busy:
-        yield _line("host busy", f"{', '.join(busy)} of that time; near 100 % the GPU waits for it")
+        yield _line("host busy", f"{', '.join(busy)} of a round; near 100 % the GPU waits for it")
     if status["drafted"]:
         yield _line("drafts", f"{status['drafted']:,}, {status['wasted'] / status['drafted']:.1%} wasted")
     if "acceptance" in status:

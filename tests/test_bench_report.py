@@ -75,9 +75,10 @@ def test_what_the_policy_did_is_the_difference_of_two_statuses() -> None:
     assert found["rounds_at_k"] == {"3": 46} and found["switches_per_1k_rounds"] == 100.0
     assert found["wasted_draft_share"] == 0.25
     assert "host_ms_at_k" not in found, "nothing overlaps"
-    before |= {"seconds_at_k.3": 1.0, "timed_at_k.3": 4}
-    after |= {"seconds_at_k.3": 1.5, "timed_at_k.3": 44, "waited_at_k.3": 0.3}
-    after |= {"rounds_at_k.1": 0, "seconds_at_k.1": 0.0, "timed_at_k.1": 0, "waited_at_k.1": 0.0}
+    steady = {"steady_rounds_at_k": 40, "steady_seconds_at_k": 0.5, "steady_waited_s_at_k": 0.3}
+    before |= {f"{name}.1": 10.0 for name in steady}
+    after |= {f"{name}.3": value for name, value in steady.items()} | {f"{name}.1": 10.0 for name in steady}
+    after |= {"rounds_at_k.1": 0}
     assert policy_figures(before | {"rounds_at_k.1": 0}, after)["host_ms_at_k"] == {"3": pytest.approx(5.0)}
     assert policy_figures({}, {}) == {}
 

@@ -526,6 +526,29 @@ def test_rounds_leave_half_of_the_room_to_a_prefill(round_at_zero: Factory) -> N
     assert draft.writes[3:] == [[7, 8]]
 
 
+def test_what_is_owed_is_written_before_the_draft_runs_for_a_round_that_cannot_be_kept(
+    round_at_zero: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv_only, draft, run = round_at_zero()
+    run()
+    run(slots=(1, 2))
+
+    def full(*_: Any) -> None:
+        raise MemoryError("out of memory")
+
+    monkeypatch.setattr(kv_only._backlog, "add", full)
+    assert run(slots=(3, 4), requests="bc") == 1
+    assert draft.writes == [[1, 2]] and kv_only.fallback == "MemoryError: out of memory"
+
+
+def test_what_is_owed_is_written_before_the_round_that_proves(round_at_zero: Factory) -> None:
+    kv_only, draft, run = round_at_zero()
+    run()
+    run(slots=(1, 2))
+    kv_only._proven.clear()  # as where a measurement left the draft out first
+    assert run(slots=(3, 4)) == 1 and draft.writes == [[1, 2]]
+
+
 def test_the_first_round_leaves_the_draft_warm(round_at_zero: Factory) -> None:
     kv_only, _, run = round_at_zero()
     run()

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from draftdial.controller.policy_file import PolicyFile
+from draftdial.engine_patch.counters import Steady
 from draftdial.engine_patch.decision_log import MIN_BYTES, DecisionLog
 from draftdial.engine_patch.dial import Dial
 from draftdial.engine_patch.metrics import COUNTERS, COUNTERS_BY_K, GAUGES, Metrics
@@ -74,7 +75,8 @@ def test_counts_and_states(
     assert metrics is not None
     assert scrape(registry)["decisions_total 3"] == "0.0"
     counters = dial.counters
-    counters.rounds_at_k[3], counters.seconds_at_k[3], counters.waited_at_k[3] = 7, 0.5, 0.25
+    counters.rounds_at_k[3], counters.seconds_at_k[3] = 7, 0.5
+    counters.steady_at_k[3] = Steady(5, 0.375, 0.25)
     counters.switches, counters.drafted, counters.wasted, counters.deploys = 2, 21, 5, 1
     dial.set_mode("off")
     dial.fallback, counters.fallbacks = "it failed", 1
@@ -84,7 +86,8 @@ def test_counts_and_states(
     metrics.flush(dial)
     shown = scrape(registry)
     assert shown["decisions_total 3"] == "10.0" and shown["decisions_total 0"] == "0.0"
-    assert (shown["decode_seconds_total 3"], shown["decode_wait_seconds_total 3"]) == ("0.5", "0.25")
+    assert shown["decode_seconds_total 3"] == "0.5"
+    assert (shown["steady_seconds_total 3"], shown["steady_wait_seconds_total 3"]) == ("0.375", "0.25")
     assert (shown["switches_total"], shown["deploys_total"]) == ("2.0", "1.0")
     assert (shown["draft_tokens_total"], shown["wasted_draft_tokens_total"]) == ("21.0", "5.0")
     assert (shown["fallbacks_total"], shown["fallback"], shown["errors_total"]) == ("1.0", "1.0", "0.0")

@@ -15,8 +15,8 @@ import pytest
 
 from draftdial.controller.policy_file import PolicyFile
 from draftdial.controller.signals import RoundSignals
+from draftdial.engine_patch import compat, steering
 from draftdial.engine_patch import dial as dials
-from draftdial.engine_patch import steering
 from draftdial.engine_patch.dial import Dial
 from draftdial.engine_patch.status import status_of
 from draftdial.engine_patch.status_command import report_lines, status_lines
@@ -115,37 +115,63 @@ def test_time_is_measured_between_rounds_that_follow_one_another(
     assert dial.launched() is None  # a prefill comes between
     run_rounds(dial, 1, [1])
     assert dial.counters.seconds_at_k == {0: 0.0, 1: 0.0, 3: measured}
-    assert dial.counters.timed_at_k == {0: 0, 1: 0, 3: 1} and dial.counters.waited_at_k == {}
 
 
-def test_what_the_host_waits_for_the_gpu_is_a_part_of_it(
+class Waits:
+    """A result whose copy takes the GPU a while."""
+
+    def __init__(self, seconds: float) -> None:
+        self.copy_done = SimpleNamespace(synchronize=lambda: time.sleep(seconds))
+
+
+def test_how_busy_the_host_is_is_known_of_rounds_between_two_of_the_same_k(
     make_dial: Callable[..., Dial], make_policy_file: Callable[..., PolicyFile]
 ) -> None:
     dial = make_dial(make_policy_file(3))
     dials.install(dial)
     run_rounds(dial, 1, [1])
 
-    def result_read(copy_done: Any) -> None:
-        steering.around_process_batch_result(
-            lambda *_: None, None, "batch", SimpleNamespace(copy_done=copy_done)
-        )
+    def rounds(*ks: int) -> None:
+        """The result of the round before is read behind each launch."""
+        for k in ks:
+            dial.force_k(k)
+            run_rounds(dial, 1, [1])
+            steering.around_process_batch_result(lambda *_: None, None, "batch", Waits(0.01 if k else 0.001))
 
-    result_read(None)
-    run_rounds(dial, 1, [1])
-    assert dial.counters.waited_at_k == {}, "nothing overlaps"
-    result_read(SimpleNamespace(synchronize=lambda: time.sleep(0.01)))
-    run_rounds(dial, 1, [1])
-    counters = dial.counters
-    assert counters.timed_at_k[3] == 2 and 0.01 <= counters.waited_at_k[3] < counters.seconds_at_k[3]
-    waited = dict(counters.waited_at_k)
-    result_read(SimpleNamespace(synchronize=lambda: time.sleep(0.01)))
-    assert dial.launched() is None  # a prefill: what was waited before it is no round's
-    run_rounds(dial, 2, [1])
-    assert counters.waited_at_k == waited
+    rounds(3, 3, 3)
+    assert dial.counters.steady_at_k == {}, "what the host waits for elsewhere is not known"
+    assert not any(line.startswith("host busy") for line in status_lines(status_of(dial)))
+    dial.sees_waits = True
+    rounds(3, 3, 3)
+    steady = dial.counters.steady_at_k[3]
+    num_rounds = steady.rounds
+    assert num_rounds >= 2 and 0.02 <= steady.waited_s < steady.seconds
+    rounds(0, 3, 0, 3)
+    assert num_rounds + 1 >= steady.rounds and 0 not in dial.counters.steady_at_k
+    num_rounds = steady.rounds
+    assert dial.launched() is None  # a prefill
+    rounds(3, 3)
+    assert steady.rounds == num_rounds
+    rounds(3)
+    assert steady.rounds == num_rounds + 1
     status = status_of(dial)
-    assert status["waited_at_k.3"] == round(waited[3], 6) and "waited_at_k.1" not in status
-    busy = f"k=3 {1 - waited[3] / counters.seconds_at_k[3]:.0%} of that time"
+    assert status["steady_rounds_at_k.3"] == steady.rounds and "steady_rounds_at_k.1" not in status
+    busy = f"k=3 {1 - steady.waited_s / steady.seconds:.0%} of a round"
     assert any(line.startswith("host busy") and busy in line for line in status_lines(status))
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "known"),
+    [
+        ({"enable_overlap": True, "future_map": SimpleNamespace(needs_cpu_seq_lens=False)}, True),
+        ({"enable_overlap": True, "future_map": SimpleNamespace(needs_cpu_seq_lens=True)}, False),
+        ({"enable_overlap": False, "future_map": SimpleNamespace(needs_cpu_seq_lens=False)}, False),
+        ({"enable_overlap": True, "future_map": SimpleNamespace()}, False),
+        ({}, False),
+    ],
+)
+def test_where_the_host_waits_for_results_alone(scheduler: dict[str, Any], known: bool) -> None:
+    assert compat.waits_for_results_alone(SimpleNamespace(**scheduler)) == known
 
 
 def test_a_rule_has_no_belief_to_show(
