@@ -203,8 +203,8 @@ def as_csv(cells: Sequence[Cell]) -> str:
     rows = []
     for cell in cells:
         row = {name: cell[name] for name in ("acceptance", "workload", "load", "arm", "repeats")}
-        for side in ("server", "simulated", "error"):
-            row |= {f"{side}_{name}": value for name, value in cell[side].items()}
+        for side in ("server", "simulated", "error", "on_its_host"):
+            row |= {f"{side}_{name}": value for name, value in cell.get(side, {}).items()}
         rows.append(row)
     text = io.StringIO()
     names = list(dict.fromkeys(name for row in rows for name in row))

@@ -205,10 +205,8 @@ def waits_for_results_alone(scheduler: Any) -> bool:
 
     Not without overlap scheduling, nor where the attention backend wants lengths that the host fetches first.
     """
-    relay = getattr(scheduler, "future_map", None)
-    return bool(getattr(scheduler, "enable_overlap", False)) and not getattr(
-        relay, "needs_cpu_seq_lens", True
-    )
+    wants_lengths = getattr(getattr(scheduler, "future_map", None), "needs_cpu_seq_lens", True)
+    return bool(getattr(scheduler, "enable_overlap", False)) and not wants_lengths
 
 
 def is_first_rank(scheduler: Any) -> bool:

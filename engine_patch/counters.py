@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Steady:
-    """Rounds whose neighbours had the same k. Under overlap scheduling the time from one launch to the next also
-    holds the result of the round before and the launch of the round after: only then is all of it one k's.
+    """Rounds whose neighbours had the same k. Under overlap scheduling the time from one launch to the next
+    also holds the result of the round before and the launch of the one after: only then is it all one k's.
     """
 
     rounds: int = 0

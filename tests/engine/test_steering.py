@@ -43,6 +43,7 @@ def test_a_learned_policy_changes_no_output(
     assert after["decisions"] - before["decisions"] >= fewest_rounds(requests, max(policies.TIERS))
     assert after["observed"] == after["decisions"]
     assert sum(after[f"rounds_at_k.{k}"] for k in policies.TIERS) == after["decisions"]
+    assert not any(name.startswith("steady_") for name in after), "nothing overlaps on a CPU"
 
 
 def test_lengths_of_kv_are_a_list_where_sglang_would_read_them_off_a_tensor(
