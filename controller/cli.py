@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from draftdial.controller.errors import UserError
+from draftdial.controller.interrupts import is_interrupt
 
 COMMANDS = {
     "train": ("controller.train_command", "train a policy by PPO and export it"),
@@ -75,7 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"draftdial: {called} needs {error.name}: pip install '.[train]' in a checkout", file=sys.stderr
         )
         return 2
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemError) as error:
+        if not is_interrupt(error):
+            raise
         return 130
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C while something is put back."""
+"""Ctrl-C: while something is put back, and in disguise."""
 
 from __future__ import annotations
 
@@ -19,3 +19,10 @@ def uninterrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def is_interrupt(error: BaseException | None) -> bool:
+    """Was it Ctrl-C that ended the work? Numba, where it loads compiled code, makes a SystemError of that."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None

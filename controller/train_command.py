@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from draftdial.controller.interrupts import is_interrupt
+
 
 def add_parser(subparsers: Any) -> None:
     """`draftdial train [--json] [OVERRIDE ...]`."""
@@ -34,6 +36,7 @@ def nothing_to_keep() -> Iterator[None]:
     """Where Ctrl-C ends the block, say that no policy came of it."""
     try:
         yield
-    except KeyboardInterrupt:
-        print("draftdial train: interrupted before it began; nothing is kept", file=sys.stderr)
+    except (KeyboardInterrupt, SystemError) as error:
+        if is_interrupt(error):
+            print("draftdial train: interrupted before it began; nothing is kept", file=sys.stderr)
         raise

@@ -273,6 +273,33 @@ def test_ctrl_c_before_training_says_that_nothing_is_kept(
     assert err.splitlines()[1:] == ["draftdial train: interrupted before it began; nothing is kept"]
 
 
+def test_ctrl_c_in_compiled_code_is_ctrl_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def as_numba_has_it(*_: object) -> None:
+        try:
+            try:
+                interrupt()
+            except KeyboardInterrupt as error:
+                raise SystemError("_numba_unpickle returned a result with an exception set") from error
+        except SystemError as error:
+            raise SystemError("CPUDispatcher returned a result with an exception set") from error
+
+    monkeypatch.setattr(Validation, "score", as_numba_has_it)
+    assert draftdial(["train", *TINY, *FEW_DOMAINS]) == 130
+    assert capsys.readouterr().err.endswith("interrupted before it began; nothing is kept\n")
+
+    def broken(*_: object) -> None:
+        raise SystemError("a defect of its own")
+
+    monkeypatch.setattr(Validation, "score", broken)
+    with pytest.raises(SystemError, match="a defect"):
+        draftdial(["train", *TINY, *FEW_DOMAINS])
+    assert "nothing is kept" not in capsys.readouterr().err
+
+
 def test_a_pipe_hears_how_far_training_is(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
