@@ -82,19 +82,22 @@ class KvOnly:
         self, original: Callable[..., Any], worker: Any, batch: Any, result: Any, **kwargs: Any
     ) -> Any:
         """In place of SGLang's draft extend after a decode round; see `around_draft_extend_for_decode`."""
-        if not self.restart.leaves_out or self.fallback:
+
+        def run() -> Any:
             self.settle()
             return original(worker, batch, result, **kwargs)
+
+        if not self.restart.leaves_out or self.fallback:
+            return run()
         owed = _owed(batch, result)
         if "decode" not in self._proven:
             self.restart.is_cold = False
-            self.settle()
-            return self._prove("decode", owed, lambda: original(worker, batch, result, **kwargs))
+            return self._prove("decode", owed, run)
         self._owe(owed, [request.rid for request in batch.reqs])
-        if self._backlog.is_half_full or self.fallback:
+        if self._backlog.is_half_full:
             self.settle()  # while the GPU is busy with this round
         if self.fallback:
-            return original(worker, batch, result, **kwargs)
+            return run()
         self._fill(result.next_draft_input, owed)
         self.num_rounds += 1
         return None
