@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from draftdial.controller.errors import UserError
-from draftdial.controller.interrupts import is_interrupt
+from draftdial.controller.interrupts import unmasked
 
 COMMANDS = {
     "train": ("controller.train_command", "train a policy by PPO and export it"),
@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     called = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
         try:
-            return _run(called, arguments)
+            with unmasked():
+                return _run(called, arguments)
         finally:
             print(end="", flush=True)  # what cannot be written fails here and not as the interpreter ends
     except UserError as error:
@@ -76,9 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"draftdial: {called} needs {error.name}: pip install '.[train]' in a checkout", file=sys.stderr
         )
         return 2
-    except (KeyboardInterrupt, SystemError) as error:
-        if not is_interrupt(error):
-            raise
+    except KeyboardInterrupt:
         return 130
 
 

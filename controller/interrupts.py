@@ -21,8 +21,16 @@ def uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def is_interrupt(error: BaseException | None) -> bool:
-    """Was it Ctrl-C that ended the work? Numba, where it loads compiled code, makes a SystemError of that."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__cause__ or error.__context__
-    return error is not None
+@contextmanager
+def unmasked() -> Iterator[None]:
+    """Let Ctrl-C leave the block as KeyboardInterrupt: numba, where it loads compiled code, makes a
+    SystemError of it."""
+    try:
+        yield
+    except SystemError as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, KeyboardInterrupt):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None:
+            raise
+        raise KeyboardInterrupt from error

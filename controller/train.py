@@ -21,6 +21,7 @@ from stable_baselines3.common.logger import configure
 from draftdial.controller.errors import UserError
 from draftdial.controller.features import HALF_LIVES_SAMPLES
 from draftdial.controller.files import atomic_write
+from draftdial.controller.interrupts import unmasked
 from draftdial.controller.policy_card import Training
 from draftdial.controller.policy_export import learned_file
 from draftdial.controller.policy_file import write
@@ -103,8 +104,9 @@ class _Run:
     def learn(self) -> None:
         """Train to the end, or to Ctrl-C; the best policy so far is exported either way."""
         try:
-            self._begin()
-            self._train()
+            with unmasked():
+                self._begin()
+                self._train()
         except KeyboardInterrupt:
             print("draftdial train: interrupted; exporting the best policy so far", file=sys.stderr)
         except UserError:  # a live server is gone: what was learned on it is kept

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from draftdial.controller.interrupts import is_interrupt
+from draftdial.controller.interrupts import unmasked
 
 
 def add_parser(subparsers: Any) -> None:
@@ -35,8 +35,8 @@ def _run(args: argparse.Namespace) -> int:
 def nothing_to_keep() -> Iterator[None]:
     """Where Ctrl-C ends the block, say that no policy came of it."""
     try:
-        yield
-    except (KeyboardInterrupt, SystemError) as error:
-        if is_interrupt(error):
-            print("draftdial train: interrupted before it began; nothing is kept", file=sys.stderr)
+        with unmasked():
+            yield
+    except KeyboardInterrupt:
+        print("draftdial train: interrupted before it began; nothing is kept", file=sys.stderr)
         raise

@@ -230,13 +230,33 @@ def test_resuming_a_finished_run_trains_no_further(run: Run, trained: Path) -> N
     assert equal(exported[0], exported[1])
 
 
-@pytest.mark.parametrize("num_rounds", [8, 200, 384])
+def interrupt(*_: object) -> float:
+    raise KeyboardInterrupt
+
+
+def interrupt_as_numba_has_it(*_: object) -> float:
+    try:
+        try:
+            return interrupt()
+        except KeyboardInterrupt as error:
+            raise SystemError("_numba_unpickle returned a result with an exception set") from error
+    except SystemError as error:
+        raise SystemError("CPUDispatcher returned a result with an exception set") from error
+
+
+@pytest.mark.parametrize(
+    ("num_rounds", "how"), [(8, interrupt), (200, interrupt), (384, interrupt_as_numba_has_it)]
+)
 def test_ctrl_c_exports_and_can_be_resumed(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], num_rounds: int
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    num_rounds: int,
+    how: Callable[[], float],
 ) -> None:
     def interrupted(self: Any) -> bool:
         if self.num_timesteps >= num_rounds:
-            raise KeyboardInterrupt
+            how()
         return True
 
     monkeypatch.setattr(train._Evaluations, "_on_step", interrupted)
@@ -250,10 +270,6 @@ def test_ctrl_c_exports_and_can_be_resumed(
     assert checkpoint(resumed)["num_timesteps"] >= 512
     evaluated = [rounds for rounds, *_ in checkpoint(resumed)["evaluations"]]
     assert evaluated[0] == 0 and evaluated[-1] >= 512 and evaluated == sorted(evaluated)
-
-
-def interrupt(*_: object) -> float:
-    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("when", ["__init__", "best_threshold", "score"])
@@ -278,16 +294,7 @@ def test_ctrl_c_in_compiled_code_is_ctrl_c(
 ) -> None:
     monkeypatch.chdir(tmp_path)
 
-    def as_numba_has_it(*_: object) -> None:
-        try:
-            try:
-                interrupt()
-            except KeyboardInterrupt as error:
-                raise SystemError("_numba_unpickle returned a result with an exception set") from error
-        except SystemError as error:
-            raise SystemError("CPUDispatcher returned a result with an exception set") from error
-
-    monkeypatch.setattr(Validation, "score", as_numba_has_it)
+    monkeypatch.setattr(Validation, "score", interrupt_as_numba_has_it)
     assert draftdial(["train", *TINY, *FEW_DOMAINS]) == 130
     assert capsys.readouterr().err.endswith("interrupted before it began; nothing is kept\n")
 
