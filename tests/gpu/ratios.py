@@ -45,7 +45,7 @@ def main(paths: list[str]) -> None:
                 by_arm = arms_of(runs)
                 print(f"| {kind} | {load:g} | {row(by_arm)} |")
                 if rates := rates_of_fixed(by_arm):
-                    best = max(rates, key=lambda arm: rates[arm])
+                    best = next(iter(rates))
                     by_kind.setdefault(kind, []).append(paired_logs(by_arm[best], by_arm[POLICY]))
     for kind, loads in by_kind.items():
         print(f"| {kind} | all {len(loads)} | | | | {interval(combined_interval(loads))} | | | |")
@@ -60,17 +60,18 @@ def arms_of(runs: list[Run]) -> dict[str, list[Run]]:
 
 
 def rates_of_fixed(by_arm: dict[str, list[Run]]) -> dict[str, float]:
-    """Mean throughput of `off` and every fixed k that ran in all repeats."""
+    """Mean throughput of `off` and every fixed k that ran in all repeats, the highest first."""
     fixed = {arm: runs for arm, runs in by_arm.items() if arm == "off" or arm.startswith("fixed-")}
     most = max(map(len, fixed.values()), default=0)
     whole = {arm: runs for arm, runs in fixed.items() if len(runs) == most}
-    return {arm: float(np.mean([throughput(run) for run in runs])) for arm, runs in whole.items()}
+    rates = {arm: float(np.mean([throughput(run) for run in runs])) for arm, runs in whole.items()}
+    return dict(sorted(rates.items(), key=lambda item: -item[1]))
 
 
 def row(by_arm: dict[str, list[Run]]) -> str:
     columns: list[Any] = [len(by_arm[POLICY]), f"{np.mean([throughput(run) for run in by_arm[POLICY]]):,.0f}"]
     if rates := rates_of_fixed(by_arm):
-        best = max(rates, key=lambda arm: rates[arm])
+        best = next(iter(rates))
         near = [arm for arm in rates if arm != best and ratio(by_arm, arm, best)[2] >= 0]
         columns += [best + (f" ({', '.join(near)})" if near else ""), shown(by_arm, best)]
     else:
