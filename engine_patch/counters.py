@@ -23,6 +23,23 @@ class Steady:
 
 
 @dataclass(slots=True)
+class Launches:
+    """All batches launched while the result of one before was still to be read, as in a busy server."""
+
+    seconds: float = 0.0
+    """From the launch before to each of them."""
+    waited_s: float = 0.0
+    """That part of it in which the host waited for the GPU."""
+    prefills: int = 0
+    """How many of them were prefills; the others are decode rounds."""
+
+    def add(self, seconds: float, waited_s: float, is_prefill: bool) -> None:
+        self.seconds += seconds
+        self.waited_s += waited_s
+        self.prefills += is_prefill
+
+
+@dataclass(slots=True)
 class Counters:
     """Plain counts since the server started; health checks and warm-up are in none of them."""
 
@@ -32,6 +49,8 @@ class Counters:
     """Measured from one launch to the next, where no prefill came between; for people, not for decisions."""
     steady_at_k: dict[int, Steady] = field(default_factory=dict)
     """Of rounds between two of the same k; empty where it is not known what the host waits for."""
+    launches: Launches = field(default_factory=Launches)
+    """Nothing where that is not known."""
     decisions: int = 0
     switches: int = 0
     """Rounds whose k differed from the round before."""

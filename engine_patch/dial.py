@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,10 +16,11 @@ from draftdial.controller.policy import Policy
 from draftdial.controller.policy_file import PolicyFile
 from draftdial.controller.signals import RoundOutcome, RoundSignals
 from draftdial.engine_patch import lockstep, round_timer
-from draftdial.engine_patch.counters import Counters, Steady
+from draftdial.engine_patch.counters import Counters
 from draftdial.engine_patch.decision_log import DecisionLog
 from draftdial.engine_patch.kv_only import KvOnly
 from draftdial.engine_patch.launch_checks import SKIP
+from draftdial.engine_patch.launch_clock import LaunchClock
 from draftdial.engine_patch.metrics import Metrics
 from draftdial.engine_patch.scheduler_signals import SchedulerSignals
 from draftdial.engine_patch.server_tiers import Refused, ServerTiers, off_mode_of
@@ -63,14 +63,7 @@ class _Last:
     round_id: int = -1
     wanted_k: int = -1
     k: int = -1
-    is_new: bool = field(default=False)
-    launched_s: float = 0.0
-    """When the batch before it was launched and with which k; 0 where that was no decided round."""
-    launched_k: int = 0
-    before_k: int = -1
-    """That of the round before it; -1 where that was no decided round."""
-    waited_s: float = 0.0
-    """What the host has waited for the GPU since."""
+    is_new: bool = False
 
 
 _current: Dial | None = None
@@ -120,8 +113,7 @@ class Dial:
         self.forced_k: int | None = None
         built = self._tiers.built
         self.counters = Counters(dict.fromkeys(built, 0), dict.fromkeys(built, 0.0))
-        self.sees_waits = False
-        """Whether all that the host waits for the GPU is told to `waited`."""
+        self.clock = LaunchClock(self.counters)
         self.fallback: str | None = None
         self.last_error = ""
         self.last_control = ""
@@ -204,26 +196,17 @@ class Dial:
 
     def launched(self) -> int | None:
         """Record the decision of the round just launched; its id, or None if it had no decision."""
-        last = self._last
-        waited_s, last.waited_s = last.waited_s, 0.0
-        if not last.is_new or self.signals is None:
-            last.launched_s, last.before_k = 0.0, -1
+        last, signals = self._last, self.signals
+        is_decided = last.is_new and signals is not None
+        self.clock.launched(
+            last.k if is_decided else None, is_prefill=signals is not None and signals.is_prefill
+        )
+        if signals is None or not is_decided:
             return None
         last.is_new = False
-        now, before_k = time.perf_counter(), -1
-        if last.launched_s:
-            before_k, seconds = last.launched_k, now - last.launched_s
-            self.counters.seconds_at_k[before_k] += seconds
-            if self.sees_waits and last.before_k == before_k == last.k:
-                self.counters.steady_at_k.setdefault(last.k, Steady()).add(seconds, waited_s)
-        last.launched_s, last.launched_k, last.before_k = now, last.k, before_k
         asked = -1 if self.fallback is not None else last.wanted_k
-        self.telemetry.decided(self.signals.values, asked, last.wanted_k, last.k, MODES.index(self.mode))
+        self.telemetry.decided(signals.values, asked, last.wanted_k, last.k, MODES.index(self.mode))
         return last.round_id
-
-    def waited(self, seconds: float) -> None:
-        """The host has waited so long for a result of the GPU, with nothing else to do."""
-        self._last.waited_s += seconds
 
     def observe(self, round_id: int, k: int, accepted: list[int]) -> None:
         """A round has finished: `accepted` drafts, 0..k each, of the requests that were still running."""

@@ -67,7 +67,7 @@ class SchedulerSignals:
         self._num_prefill_tokens = 0
         self._rows: list[Any] = []
         """Requests of the batch launched last."""
-        self._is_prefill = False
+        self.is_prefill = False
         self._chunked: Any = None
         self._kv_used_tokens = _kv_counter(scheduler)
         self._kv_pool_tokens = int(scheduler.max_total_num_tokens)
@@ -108,8 +108,8 @@ class SchedulerSignals:
 
     def launching(self, batch: Any) -> None:
         """`batch` is about to run: a prefill takes its requests out of the queue and into the server."""
-        self._rows, self._is_prefill = batch.reqs, batch.forward_mode.is_extend()
-        if not self._is_prefill:
+        self._rows, self.is_prefill = batch.reqs, batch.forward_mode.is_extend()
+        if not self.is_prefill:
             return
         self._num_prefill_tokens += batch.extend_num_tokens or 0
         before, self._chunked = self._chunked, self._scheduler.chunked_req
@@ -197,7 +197,7 @@ class SchedulerSignals:
         for req in running:
             if req.finished_reason is None:
                 yield req
-        if self._is_prefill and self._rows is not running:
+        if self.is_prefill and self._rows is not running:
             # A prefill in flight joins the running batch only when the next batch is formed.
             seen = set(map(id, running))
             for req in self._rows:

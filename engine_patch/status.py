@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from draftdial.controller.files import sha256_of
@@ -67,6 +67,7 @@ def _active(dial: Dial) -> dict[str, Any]:
             for k, steady in sorted(counters.steady_at_k.items())
             for name in ("rounds", "seconds", "waited_s")
         },
+        **_launches(dial),
         **_output(dial.signals),
         "observed": counters.observed,
         "drafted": counters.drafted,
@@ -103,6 +104,12 @@ def _output(signals: SchedulerSignals | None) -> Status:
     if signals is None:
         return {}
     return {"output_tokens": signals.output_tokens(), "processed_s": signals.processed_s}
+
+
+def _launches(dial: Dial) -> dict[str, float]:
+    """Nothing where it is not known what the host waits for."""
+    counts = asdict(dial.counters.launches) if dial.clock.sees_waits else {}
+    return {f"launch_{name}": count for name, count in counts.items()}
 
 
 def _kv_only(kv_only: KvOnly | None) -> Status:

@@ -194,12 +194,13 @@ def around_process_batch_result(
     bound = dial.current()
     if bound is None or bound.signals is None:
         return process(scheduler, batch, result, *args, **kwargs)
-    copied = getattr(result, "copy_done", None) if bound.sees_waits else None
+    copied = getattr(result, "copy_done", None) if bound.clock.sees_waits else None
     if copied is not None:  # it is the first that SGLang does
         began = time.perf_counter()
         copied.synchronize()
-        bound.waited(time.perf_counter() - began)
+        bound.clock.waited(time.perf_counter() - began)
     returned = process(scheduler, batch, result, *args, **kwargs)
+    bound.clock.processed()
     try:
         for req in bound.signals.processed(batch):
             bound.telemetry.write(write_end, req)
@@ -242,7 +243,7 @@ def _bind(bound: Dial, scheduler: Any, settings: Settings, is_first_rank: bool) 
         raise UserError(f"SGLang has not built the tiers {missing}")
     signals = SchedulerSignals(scheduler, has_warm_up=not scheduler.server_args.skip_server_warmup)
     log = _open_log(settings, bound, scheduler) if is_first_rank else None
-    bound.sees_waits = compat.waits_for_results_alone(scheduler)
+    bound.clock.sees_waits = compat.waits_for_results_alone(scheduler)
     bound.bind(signals, log, Metrics.create(scheduler, bound) if is_first_rank else None)
 
 

@@ -33,6 +33,7 @@ class OneBatch:
         self.values.mean_context_tokens[0] = 700
         self.round_id = -1
         self.processed_s = 0.0
+        self.is_prefill = False
 
     def output_tokens(self) -> int:
         return 12
@@ -141,7 +142,7 @@ def test_how_busy_the_host_is_is_known_of_rounds_between_two_of_the_same_k(
     rounds(3, 3, 3)
     assert dial.counters.steady_at_k == {}, "what the host waits for elsewhere is not known"
     assert not any(line.startswith("host busy") for line in status_lines(status_of(dial)))
-    dial.sees_waits = True
+    dial.clock.sees_waits = True
     rounds(3, 3, 3)
     steady = dial.counters.steady_at_k[3]
     num_rounds = steady.rounds
@@ -158,6 +159,39 @@ def test_how_busy_the_host_is_is_known_of_rounds_between_two_of_the_same_k(
     assert status["steady_rounds_at_k.3"] == steady.rounds and "steady_rounds_at_k.1" not in status
     busy = f"k=3 {1 - steady.waited_s / steady.seconds:.0%} of a round"
     assert any(line.startswith("host busy") and busy in line for line in status_lines(status))
+
+
+def test_launches_are_counted_while_the_server_is_busy(
+    make_dial: Callable[..., Dial], make_policy_file: Callable[..., PolicyFile]
+) -> None:
+    dial = make_dial(make_policy_file(3))
+    dials.install(dial)
+
+    def launch(waits_s: float = 0.0) -> None:
+        """And read the result of the batch before."""
+        run_rounds(dial, 1, [1])
+        steering.around_process_batch_result(lambda *_: None, None, "batch", Waits(waits_s))
+
+    run_rounds(dial, 1, [1])
+    launch()
+    assert "launch_seconds" not in status_of(dial), "what the host waits for elsewhere is not known"
+    dial.clock.sees_waits = True
+    launch(0.01)
+    launch()
+    launches = dial.counters.launches
+    assert 0.01 <= launches.waited_s < launches.seconds and launches.prefills == 0
+    assert dial.signals is not None
+    dial.signals.is_prefill = True
+    assert dial.launched() is None
+    assert launches.prefills == 1 and dial.counters.steady_at_k[3].seconds < launches.seconds
+    for _ in range(2):
+        steering.around_process_batch_result(lambda *_: None, None, "batch", Waits(0.0))
+    before = status_of(dial)
+    time.sleep(0.01)
+    assert dial.launched() is None, "the first batch after a while without any"
+    status = status_of(dial)
+    for name in ("launch_seconds", "launch_waited_s", "launch_prefills"):
+        assert status[name] == before[name]
 
 
 @pytest.mark.parametrize(
