@@ -59,10 +59,27 @@ def policy_figures(before: Mapping[str, Any], after: Mapping[str, Any]) -> Figur
         "rounds": gained["decisions"],
         "rounds_at_k": rounds,
         **({"host_ms_at_k": host_ms} if host_ms else {}),
+        **_host_in_prefill(before, after, rounds, host_ms),
         "switches_per_1k_rounds": 1e3 * gained["switches"] / max(1, gained["decisions"]),
         "wasted_draft_share": gained["wasted"] / gained["drafted"] if gained["drafted"] else None,
         "fallbacks": after["fallbacks"] - before["fallbacks"],
     }
+
+
+def _host_in_prefill(
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    rounds: Mapping[str, int],
+    host_ms: Mapping[str, float],
+) -> Figures:
+    """What a prefill adds to the host's work: the rest of its time, beyond all rounds, for each prefill."""
+    names = ("launch_seconds", "launch_waited_s", "launch_prefills")
+    seconds, waited_s, prefills = (after.get(name, 0) - before.get(name, 0) for name in names)
+    if not prefills or not host_ms:
+        return {}
+    usual_ms = float(np.mean(list(host_ms.values())))  # of a k that never ran twice in a row
+    rounds_ms = sum(n * host_ms.get(k, usual_ms) for k, n in rounds.items())
+    return {"host_ms_in_prefill": max(0.0, 1e3 * (seconds - waited_s) - rounds_ms) / prefills}
 
 
 def _by_k(before: Mapping[str, Any], after: Mapping[str, Any], name: str) -> dict[str, Any]:

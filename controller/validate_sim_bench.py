@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from draftdial.controller.bench_report import ADJUSTED, SCHEMA
 from draftdial.controller.bench_work import Work, fingerprint
 from draftdial.controller.cost_profile import CostProfile, OffMode
 from draftdial.controller.errors import UserError
+from draftdial.controller.host_time import HostTime
 from draftdial.controller.policy import Policy
 from draftdial.controller.policy_file import PolicyFile, load_policy
 from draftdial.controller.rules import FixedK
@@ -31,6 +32,9 @@ which turns do not see, then hardly count."""
 
 Figures = dict[str, float]
 Run = dict[str, Any]
+Place = tuple[str, float | None]
+"""Workload and load."""
+UNKNOWN = HostTime(None, None, None)
 
 
 @dataclass(frozen=True)
@@ -151,42 +155,65 @@ class ServedBench:
     def simulated_on_its_host(
         self, arm: str, profile: CostProfile, acceptance: GivenAcceptance, policies: Mapping[str, PolicyFile]
     ) -> list[tuple[Run, Figures]]:
-        """The same where no round is shorter than the host was busy in one of its k under that load.
+        """The same on a host that is as busy as it was in that very run, or in the turns of that arm.
 
         Nothing where that is not known, as without overlap scheduling.
         """
         policy = self._policy(arm, profile, policies)
-        by_load: dict[tuple[str, float | None], list[Run]] = {}
-        for run in self.runs:
-            by_load.setdefault((run["workload"], run["load"]), []).append(run)
-        found = []
-        for runs in by_load.values():
-            host_ms = _host_ms(runs)
-            mine = [run for run in runs if run["arm"] == arm]
-            if policy is not None and host_ms:
-                slower = profile.no_faster_than(host_ms, self.off_mode)
-                found += self._simulated(policy, mine, slower, acceptance)
-        return found
+        known = {place for place, runs in self._by_place().items() if HostTime.of(runs) != UNKNOWN}
+        mine = [run for run in self.runs if run["arm"] == arm and _place(run) in known]
+        if policy is None:
+            return []
+        return self._simulated(policy, mine, profile, acceptance, on_its_host=True)
 
     def _simulated(
-        self, policy: Policy, runs: Sequence[Run], profile: CostProfile, acceptance: GivenAcceptance
+        self,
+        policy: Policy,
+        runs: Sequence[Run],
+        profile: CostProfile,
+        acceptance: GivenAcceptance,
+        *,
+        on_its_host: bool = False,
     ) -> list[tuple[Run, Figures]]:
         if not runs:
             return []
         lists, places = self._lists(runs)
+        options = [
+            ServerOptions(
+                off_mode=self.off_mode,
+                lag=1 if self.document["server"]["disable_overlap_schedule"] else 2,
+                turnaround_s=self.turnaround_s(profile),
+            )
+        ] * len(lists)
+        if on_its_host:
+            hosts = self._hosts(runs, places)
+            options = [_on_host(each, host, profile) for each, host in zip(options, hosts, strict=True)]
         bank = acceptance.bank(self.work.options["domains"])
-        options = ServerOptions(
-            off_mode=self.off_mode,
-            lag=1 if self.document["server"]["disable_overlap_schedule"] else 2,
-            turnaround_s=self.turnaround_s(profile),
-        )
         metrics = evaluate(policy, SimulatedEngine(lists, bank, profile, options))
         columns = {name: getattr(metrics, name).tolist() for name in (*FIGURES, WASTED)}
         for name in ("e2e_mean_s", "ttft_mean_s"):  # as the client sees them
-            columns[name] = [seconds + options.turnaround_s for seconds in columns[name]]
+            columns[name] = [seconds + options[0].turnaround_s for seconds in columns[name]]
         figures = [{name: column[place] for name, column in columns.items()} for place in places]
         known = [{name: value for name, value in row.items() if math.isfinite(value)} for row in figures]
         return list(zip(runs, known, strict=True))
+
+    def _hosts(self, runs: Sequence[Run], places: Sequence[int]) -> list[HostTime]:
+        """Of each list its own runs', and what these do not say that of all arms under the load."""
+        by_list: dict[int, list[Run]] = {}
+        for run, place in zip(runs, places, strict=True):
+            by_list.setdefault(place, []).append(run)
+        everybody = self._by_place()
+        return [
+            HostTime.of(mine).or_else(HostTime.of(everybody[_place(mine[0])]))
+            for _, mine in sorted(by_list.items())
+        ]
+
+    def _by_place(self) -> dict[Place, list[Run]]:
+        """The runs of all arms by load."""
+        found: dict[Place, list[Run]] = {}
+        for run in self.runs:
+            found.setdefault(_place(run), []).append(run)
+        return found
 
     def _lists(self, runs: Sequence[Run]) -> tuple[list[RequestList], list[int]]:
         """What is to be simulated, and which of it each run is: all turns of a load are one long list."""
@@ -194,7 +221,7 @@ class ServedBench:
         if work.options.get("switchback"):
             work = Work.of(work.options | {"per_slot": max(TURNS_PER_SLOT, work.options["per_slot"] or 0)})
             seeds = [work.options["seed"]] * len(runs)
-        loads = _by_place(work)
+        loads = _loads_of(work)
         served = [(run["workload"], run["load"], seed) for run, seed in zip(runs, seeds, strict=True)]
         once = {place: i for i, place in enumerate(dict.fromkeys(served))}
         lists = [work.requests(loads[workload, load], seed) for workload, load, seed in once]
@@ -212,7 +239,7 @@ class ServedBench:
         return None if file is None else load_policy(file)
 
     def _load(self, run: Run) -> Load:
-        return _by_place(self.work)[run["workload"], run["load"]]
+        return _loads_of(self.work)[run["workload"], run["load"]]
 
     def _check_shape(self) -> None:
         """Touch all that is read later, so that what is missing or of another type is found now."""
@@ -221,7 +248,7 @@ class ServedBench:
         _ = status["off_mode"], server["disable_overlap_schedule"], self.document["policies"].keys()
         [float(server["idle_request"][name]) for name in ("e2e_s", "prompt_tokens")]
         [int(arm.removeprefix("fixed-")) for arm in self.document["arms"] if arm.startswith("fixed-")]
-        _host_ms(self.runs)
+        HostTime.of(self.runs)
         turns = self.document["options"].get("switchback")
         [float(run[name]) for run in self.runs for name in (FIGURES[:1] if turns else FIGURES)]
 
@@ -238,16 +265,20 @@ class ServedBench:
                 )
 
 
-def _host_ms(runs: Sequence[Run]) -> dict[int, float]:
-    """What the host was busy for in a round of each k, over all rounds of these runs."""
-    total: dict[int, list[tuple[float, int]]] = {}
-    for run in runs:
-        for k, ms in run.get("host_ms_at_k", {}).items():
-            total.setdefault(int(k), []).append((ms, run["rounds_at_k"][k]))
-    return {k: sum(ms * n for ms, n in each) / sum(n for _, n in each) for k, each in total.items()}
+def _place(run: Run) -> Place:
+    return run["workload"], run["load"]
 
 
-def _by_place(work: Work) -> dict[tuple[str, float | None], Load]:
+def _on_host(options: ServerOptions, host: HostTime, profile: CostProfile) -> ServerOptions:
+    """The same server on a host that is so busy."""
+    return replace(
+        options,
+        host_round_s=tuple(1e-3 * host.round_ms(k) for k in profile.tiers),
+        host_prefill_s=1e-3 * (host.prefill_ms or 0.0),
+    )
+
+
+def _loads_of(work: Work) -> dict[tuple[str, float | None], Load]:
     return {(load.workload, load.value): load for load in work.loads}
 
 

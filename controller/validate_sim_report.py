@@ -71,6 +71,7 @@ def best_fixed_k(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     `off` stands for k = 0 where that was not forced. `loss` is the share of the server's best throughput that
     the simulator's choice would give away there. `tie`: choices differ, and the 95 % interval of their ratio
     on the server, over repeats that both ran, holds 1; None where there are no two such repeats.
+    `on_its_host`: the best one in simulation on a host as busy as each run met; None where that is not known.
     """
     places: dict[tuple[str, float], dict[int, Cell]] = {}
     for cell in sorted(cells, key=lambda cell: bool(cell["arm"] != "off")):
@@ -87,12 +88,16 @@ def best_fixed_k(cells: Sequence[Cell]) -> list[dict[str, Any]]:
             for side in ("server", "simulated")
         )
         best, guess = (max(rates, key=lambda k: rates[k]) for rates in (served, simulated))
+        hosted = {
+            k: cell["on_its_host"]["output_tok_s"] for k, cell in fixed.items() if "on_its_host" in cell
+        }
         found.append(
             {
                 "acceptance": acceptance,
                 "load": load,
                 "server": best,
                 "simulated": guess,
+                "on_its_host": max(hosted, key=lambda k: hosted[k]) if len(hosted) == len(fixed) else None,
                 "same": best == guess,
                 "tie": best != guess and _is_tie(fixed[best]["rates"], fixed[guess]["rates"]),
                 "loss": 1.0 - served[guess] / served[best],
@@ -143,6 +148,11 @@ def summary(cells: Sequence[Cell], best: Sequence[Mapping[str, Any]]) -> dict[st
         "same_or_tied_best_k_share": (
             float(np.mean([bool(row["same"] or row["tie"]) for row in best])) if best else None
         ),
+        "same_best_k_share_on_its_host": (
+            float(np.mean([row["server"] == row["on_its_host"] for row in best]))
+            if best and all(row["on_its_host"] is not None for row in best)
+            else None
+        ),
         "best_k_loss_mean": float(np.mean([row["loss"] for row in best])) if best else None,
         "best_k_loss_max": float(max(row["loss"] for row in best)) if best else None,
     }
@@ -181,9 +191,10 @@ def table(document: dict[str, Any]) -> str:
     if found["throughput_error_mean_fixed_k"] is not None:
         lines.append(f"of fixed k alone: throughput {found['throughput_error_mean_fixed_k']:.1%}")
     if found["throughput_error_mean_on_its_host"] is not None:
+        share = found["same_best_k_share_on_its_host"]
         lines.append(
-            "with rounds no shorter than the host was busy in them: throughput "
-            f"{found['throughput_error_mean_on_its_host']:.1%}"
+            f"on a host as busy as each run met: throughput {found['throughput_error_mean_on_its_host']:.1%}"
+            + ("" if share is None else f", same best fixed k: {share:.0%}")
         )
     worst = (
         f"{cell['arm']}, {_named(cell)} {cell['throughput_error']:+.1%}" for cell in found["worst_cells"]

@@ -104,7 +104,12 @@ def next_round_s(sim, s, tier, num_rows):
     is_restart = tier > 0 and server.is_cold
     row = server.warm_profile if is_restart else server.profile
     context = np.float64(server.mean_context_tokens)
-    return round_time_s(sim.round_table[row], runs_as(server, tier), num_rows, context)
+    runs = runs_as(server, tier)
+    # The host is one batch ahead of the GPU: a prefill and the round behind it count as one.
+    host_s = sim.host_round_s[s, runs]
+    if server.step_prefill_s > 0.0:
+        host_s += max(0.0, server.host_prefill_s - server.step_prefill_s)
+    return max(round_time_s(sim.round_table[row], runs, num_rows, context), host_s)
 
 
 @compiled
@@ -419,8 +424,8 @@ def run_round(sim, tier_of_server):
     """Run one decode round of every server that is not done, at its tier, and go to its next decision."""
     for s in range(sim.servers.shape[0]):
         server = sim.servers[s]
-        _clear_step(server)
         if server.done:
+            _clear_step(server)
             server.outcome_round = -1
             continue
         decided = tier_of_server[s]
@@ -428,6 +433,7 @@ def run_round(sim, tier_of_server):
         k = sim.tiers[tier]
         counted = server.window_open
         seconds = next_round_s(sim, s, decided, server.num_running)
+        _clear_step(server)
         is_restart = decided > 0 and server.is_cold
         server.owed_tier = decided if is_restart else 0
         server.is_cold = server.off_restarts and tier == 0 and not is_restart

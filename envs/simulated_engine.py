@@ -43,6 +43,10 @@ class ServerOptions:
     """Longest mean time per output token after the first that meets it."""
     turnaround_s: float = 0.0
     """Closed loop: from the end of a request until the client's next one has reached the scheduler."""
+    host_round_s: tuple[float, ...] = ()
+    """How long the host is busy in a decode round of each tier: no round is shorter. Empty: not at all."""
+    host_prefill_s: float = 0.0
+    """The same of a prefill: with the round behind it, it is no shorter than the host is busy in both."""
 
 
 @dataclass(frozen=True)
@@ -253,6 +257,7 @@ class SimulatedEngine:
                 "ttft_limit_s": o.ttft_limit_s,
                 "tpot_limit_s": o.tpot_limit_s,
                 "turnaround_s": o.turnaround_s,
+                "host_prefill_s": o.host_prefill_s,
             }
             for name, value in constants.items():
                 servers[name][s] = value
@@ -266,6 +271,7 @@ class SimulatedEngine:
             window_tier_s=np.zeros((num_servers, self.num_tiers)),
             tiers=np.array(self.tiers, np.int64),
             round_table=_stack_tables([p.round_table(mode)[..., : self.num_tiers] for p, mode in tables]),
+            host_round_s=np.array([o.host_round_s or [0.0] * self.num_tiers for o in self.options]),
             prefill_tokens=_pad_knots([tokens for tokens, _ in prefill_knots]),
             prefill_s=_pad_knots([seconds for _, seconds in prefill_knots]),
             accepted=bank.accepted,

@@ -29,6 +29,7 @@ SERVER = np.dtype(
         ("ttft_limit_s", np.float64),
         ("tpot_limit_s", np.float64),
         ("turnaround_s", np.float64),  # closed loop: from the end of a request to the arrival of the next
+        ("host_prefill_s", np.float64),  # the host is busy for so long in a prefill
         # Clock and batch.
         ("clock_s", np.float64),
         ("batch_start_s", np.float64),  # arrivals after it missed the batch being formed
@@ -138,6 +139,7 @@ class Simulation(NamedTuple):
     window_tier_s: Any  # (S, T) float64
     tiers: Any  # (T,) int64
     round_table: Any  # (P, max rows + 1, pieces, T): see CostProfile.round_table
+    host_round_s: Any  # (S, T): the host is busy for so long in a decode round
     prefill_tokens: Any  # (P, knots), of prefills that leave the draft out where the off mode has such
     prefill_s: Any  # (P, knots)
     accepted: Any  # (positions,) uint8: the acceptance bank, from here on

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from draftdial.controller.acceptance_file import write_requests
 from draftdial.controller.bench_work import Work, fingerprint
 from draftdial.controller.cost_profile import CostProfile
 from draftdial.controller.files import sha256_of
+from draftdial.controller.host_time import HostTime
 from draftdial.controller.policy import Policy
 from draftdial.controller.policy_file import PolicyFile, load_policy
 from draftdial.controller.rules import FixedK
@@ -40,6 +42,8 @@ class SimulatedBenches:
         self.own.write_bytes(own.data)
         self.policy = folder / "mine.safetensors"
         self.policy.write_bytes(policy.data)
+        self.hosts: list[HostTime] | None = None
+        """How busy the host is in each repeat, as the runs then say; None: not at all, as they do not."""
         (folder / "lengths.csv").write_text(LENGTHS)
         self.lengths = f"trace:{folder / 'lengths.csv'}"
         rng = np.random.default_rng(5)
@@ -113,9 +117,24 @@ class SimulatedBenches:
             for concurrency in CONCURRENCIES
         ]
         bank = ReplayedAcceptance({name: self.files[name] for name in domains}).bank(0)
-        engine = SimulatedEngine(
-            lists, bank, self.profile, ServerOptions(off_mode="skip", lag=1, turnaround_s=TURNAROUND_S)
-        )
+        options = ServerOptions(off_mode="skip", lag=1, turnaround_s=TURNAROUND_S)
+        told: dict[str, Any] = {}
+        if self.hosts is not None:
+            host = self.hosts[repeat]
+            busy_ms = {k: host.round_ms(k) for k in self.profile.tiers}
+            told = {
+                "host_ms_at_k": {str(k): ms for k, ms in busy_ms.items()},
+                "rounds_at_k": {str(k): 5 for k in busy_ms},
+                "requests": 22,
+            }
+            if host.prefill_ms is not None:
+                told["host_ms_in_prefill"] = host.prefill_ms
+            options = replace(
+                options,
+                host_round_s=tuple(1e-3 * ms for ms in busy_ms.values()),
+                host_prefill_s=1e-3 * (host.prefill_ms or 0.0),
+            )
+        engine = SimulatedEngine(lists, bank, self.profile, options)
         metrics = evaluate(policy, engine)
         found = []
         for i, concurrency in enumerate(CONCURRENCIES):
@@ -125,5 +144,5 @@ class SimulatedBenches:
                 figures["wasted_draft_share"] = None  # type: ignore[assignment]
             where = {"arm": arm, "workload": "closed", "mode": "closed", "load": float(concurrency)}
             drawn = {"repeat": repeat, "seed": seed, "list": fingerprint(lists[i]), "failed": 0}
-            found.append(where | drawn | figures)
+            found.append(where | drawn | figures | told)
         return found

@@ -79,7 +79,13 @@ def test_what_the_policy_did_is_the_difference_of_two_statuses() -> None:
     before |= {f"{name}.1": 10.0 for name in steady}
     after |= {f"{name}.3": value for name, value in steady.items()} | {f"{name}.1": 10.0 for name in steady}
     after |= {"rounds_at_k.1": 0}
-    assert policy_figures(before | {"rounds_at_k.1": 0}, after)["host_ms_at_k"] == {"3": pytest.approx(5.0)}
+    before |= {"rounds_at_k.1": 0}
+    found = policy_figures(before, after)
+    assert found["host_ms_at_k"] == {"3": pytest.approx(5.0)} and "host_ms_in_prefill" not in found
+    before |= {"launch_seconds": 5.0, "launch_waited_s": 2.0, "launch_prefills": 3}
+    after |= {"launch_seconds": 5.7, "launch_waited_s": 2.4, "launch_prefills": 13}
+    # 300 ms in all, 46 rounds of 5, ten prefills.
+    assert policy_figures(before, after)["host_ms_in_prefill"] == pytest.approx((300 - 46 * 5) / 10)
     assert policy_figures({}, {}) == {}
 
 

@@ -150,3 +150,32 @@ def test_a_switch_costs_once_each_way(
         engine.run_round(np.array([k]))
         seconds.append(1e3 * float(engine.servers["step_decode_s"][0]))
     assert seconds == pytest.approx([13, 13, 11 + 2, 11, 17 + 2, 13 + 2])
+
+
+def test_a_busy_host_sets_the_pace_of_a_round_and_of_a_prefill_with_the_round_behind_it(
+    make_profile: Factory, make_bank: Factory, make_requests: Factory
+) -> None:
+    """Two requests, the second one read while the first decodes."""
+    profile = make_profile((0, 1, 3))
+    requests = make_requests([40, 40], prompt_tokens=20, arrival_s=[0.0, 0.1])
+    bank = make_bank({"a": [[0]]})
+    quick_s = profile.round_s(2, 60, "warm").max()
+    prefill_s = float(profile.prefill_s(20, "warm"))
+    host_s = (2 * quick_s, 3 * quick_s, 0.0)
+    for host_prefill_s in (0.5 * prefill_s, prefill_s + 5 * quick_s):
+        options = ServerOptions(host_round_s=host_s, host_prefill_s=host_prefill_s)
+        engine = SimulatedEngine([requests], bank, profile, options)
+        server, behind = engine.servers[0], 0
+        while not server["done"]:
+            tier = int(server["round_id"]) % 3
+            table_s = profile.round_s(int(server["num_running"]), int(server["mean_context_tokens"]), "warm")
+            late_s = max(0.0, host_prefill_s - prefill_s) if server["step_prefill_s"] > 0 else 0.0
+            behind += server["step_prefill_s"] > 0
+            expected_s = max(table_s[tier], host_s[tier] + late_s)
+            np.testing.assert_allclose(engine.round_s()[0, tier], expected_s, rtol=1e-12)
+            switches = server["last_tier"] not in (-1, tier)
+            engine.run_round(np.array([engine.tiers[tier]]))
+            np.testing.assert_allclose(
+                server["step_decode_s"], expected_s + switches * profile.switch_s, rtol=1e-12
+            )
+        assert behind == 2

@@ -13,6 +13,7 @@ from simulated_bench import CONCURRENCIES, MEANS, SimulatedBenches
 
 from draftdial.controller.cli import main
 from draftdial.controller.cost_profile import CostProfile
+from draftdial.controller.host_time import HostTime
 from draftdial.controller.policy_file import PolicyFile
 
 
@@ -111,23 +112,38 @@ def test_further_repeats_join_their_cell_and_a_server_that_is_slower_shows(serve
 def test_a_busy_host_is_told_from_the_simulators_error(
     served: SimulatedBenches, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    quick = served.profile
-    fastest_ms = 1e3 * float(quick.round_s(1, 20, "skip").min())
-    busy_ms = {"0": 0.5 * fastest_ms, "1": 3 * fastest_ms, "3": 3 * fastest_ms}
-    served.profile = quick.no_faster_than({int(k): ms for k, ms in busy_ms.items()}, "skip")
+    assert main(command(served, served.bench("quick.json", "good"))) == 0
+    summary = document_of(served)["summary"]
+    assert summary["throughput_error_mean_on_its_host"] is summary["same_best_k_share_on_its_host"] is None
+    fastest_ms = 1e3 * float(served.profile.round_s(1, 20, "skip").min())
+    prefill_ms = 1e3 * float(served.profile.prefill_s(20, "skip"))
+    served.hosts = [  # another one in each run
+        HostTime(0.5 * fastest_ms, 3 * fastest_ms, 4 * prefill_ms),
+        HostTime(2 * fastest_ms, 2 * fastest_ms, 9 * prefill_ms),
+    ]
     path = served.bench("bench.json", "good")
-    assert main(command(served, path)) == 0
-    assert document_of(served)["summary"]["throughput_error_mean_on_its_host"] is None
-    bench = json.loads(path.read_text())
-    for run in bench["runs"]:
-        run |= {"rounds_at_k": {k: 9 + run["repeat"] for k in busy_ms}, "host_ms_at_k": busy_ms}
-    path.write_text(json.dumps(bench))
     capsys.readouterr()
     assert main(command(served, path)) == 0
     document = document_of(served)
     assert document["summary"]["throughput_error_mean"] > 0.2
     assert document["summary"]["throughput_error_mean_on_its_host"] == pytest.approx(0.0, abs=1e-9)
-    assert "with rounds no shorter than the host was busy in them: throughput 0.0%" in capsys.readouterr().out
+    assert document["summary"]["same_best_k_share_on_its_host"] == 1.0
+    told = "on a host as busy as each run met: throughput 0.0%, same best fixed k: 100%"
+    assert told in capsys.readouterr().out
+
+
+def test_what_a_run_does_not_say_of_its_host_the_others_do(served: SimulatedBenches) -> None:
+    fastest_ms = 1e3 * float(served.profile.round_s(1, 20, "skip").min())
+    served.hosts = [HostTime(2 * fastest_ms, 3 * fastest_ms, None)] * 2
+    path = served.bench("bench.json", "good")
+    bench = json.loads(path.read_text())
+    for run in bench["runs"]:
+        if run["arm"] == "off":
+            del run["host_ms_at_k"]
+    path.write_text(json.dumps(bench))
+    assert main(command(served, path)) == 0
+    summary = document_of(served)["summary"]
+    assert summary["throughput_error_mean_on_its_host"] == pytest.approx(0.0, abs=1e-9)
 
 
 def changed(served: SimulatedBenches, **options: Any) -> Path:
@@ -231,19 +247,21 @@ def test_a_file_is_told_by_what_is_in_it(
     assert {cell["arm"] for cell in document_of(served)["cells"]} == set(served.deciders)
 
 
-def test_an_arm_is_one_policy_in_all_benches(
-    served: SimulatedBenches, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The server of the second bench had the policy that was deployed to that of the first."""
+def test_the_server_may_have_another_policy_in_another_bench(served: SimulatedBenches) -> None:
+    """That of the second had the policy that was deployed to that of the first."""
     first = served.bench("first.json", "good")
     document = json.loads(first.read_text())
     status = document["server"]["status"] | {"policy_sha256": document["policies"]["policy:mine"]}
-    second = served.bench("second.json", "good", server=document["server"] | {"status": status})
-    assert main([*command(served, first, second), *policies(served.own, served.policy)]) == 2
-    assert "which are both steer, allowed: one of them" in capsys.readouterr().err
+    mine = [run | {"arm": "steer"} for run in document["runs"] if run["arm"] == "policy:mine"]
+    second = served.bench("second.json", "good", server=document["server"] | {"status": status}, runs=mine)
+    assert main([*command(served, first, second), *policies(served.own, served.policy)]) == 0
+    found = document_of(served)
+    repeats = {cell["arm"]: cell["repeats"] for cell in found["cells"]}
+    assert repeats == dict.fromkeys(served.deciders, 2) | {"steer": 4}
+    assert found["summary"]["throughput_error_max"] == pytest.approx(0.0, abs=1e-9)
     assert main([*command(served, first, second), *policies(served.own)]) == 0
     repeats = {cell["arm"]: cell["repeats"] for cell in document_of(served)["cells"]}
-    assert repeats == {"off": 4, "fixed-1": 4, "fixed-3": 4, "sglang-adaptive": 4, "steer": 2}
+    assert repeats == dict.fromkeys(served.deciders.keys() - {"policy:mine"}, 2)
 
 
 def test_an_arm_that_was_left_out_of_a_repeat_is_compared_over_the_others(served: SimulatedBenches) -> None:
