@@ -18,6 +18,7 @@ COMMANDS = {
     "tune": ("controller.tune_command", "tune the rivals on training seeds"),
     "inspect": ("controller.inspect_policy", "print a policy file's card and a picture of its choices"),
     "export-rule": ("controller.export_rule", "write a rule as a policy file"),
+    "reprice": ("controller.reprice", "make a policy reckon with a busy host"),
     "profile": ("controller.profile_server", "measure a server and write its cost profile"),
     "bench": ("controller.bench", "drive a server and compare how it is steered"),
     "validate-sim": ("controller.validate_sim", "compare the simulator with a server, on one load"),

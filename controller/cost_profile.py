@@ -257,11 +257,13 @@ class CostProfile:
             host_ms: By k; what it has no k for stays as it is.
             off_mode: Which of the rows of k = 0 is meant.
         """
-        floors = {f"off-{off_mode}" if k == 0 else f"k={k}": ms for k, ms in host_ms.items()}
+        least_ms = {f"off-{off_mode}" if k == 0 else f"k={k}": ms for k, ms in host_ms.items()}
         document = copy.deepcopy(self.document)
+        told = ", ".join(f"{row} {ms:.2f} ms" for row, ms in least_ms.items())
+        document["description"] = f"On a host that is busy in each round: {told}. {document['description']}"
         for row in document["rows"]:
             for cell in row["cells"]:
-                cell["round_ms"] = [max(time, floors.get(row["row"], 0.0)) for time in cell["round_ms"]]
+                cell["round_ms"] = [max(time, least_ms.get(row["row"], 0.0)) for time in cell["round_ms"]]
         return self._from_checked(document)
 
     def to_document(self) -> dict[str, Any]:

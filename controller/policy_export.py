@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from draftdial.controller.cost_profile import CostProfile, OffMode
@@ -84,6 +84,28 @@ def rule_file(
         "evaluation": evaluation or {},
     }
     return _loadable(pack(plain(card), {}))
+
+
+def repriced(file: PolicyFile, profile: CostProfile) -> PolicyFile:
+    """The same policy reckoning with other costs, for the same tiers; what it was evaluated at is left out.
+
+    Raises:
+        UserError: the policy cannot be loaded, or not with this profile.
+    """
+    policy, card = load_policy(file), file.card
+    fallback = Threshold(card["tiers"], **card["fallback"])
+    origin = card.get("training")
+    training = Training(**{field.name: origin[field.name] for field in fields(Training)}) if origin else None
+    if isinstance(policy, LearnedPolicy):
+        assert training is not None, "a learned policy's card is checked for it"
+        limits = card["limits"]
+        features = Features(
+            profile, card["off_mode"], ttft_limit_s=limits["ttft_s"], tpot_limit_s=limits["tpot_s"]
+        )
+        learned = LearnedPolicy(features, policy.network)
+        return learned_file(learned, name=card["name"], fallback=fallback, training=training, evaluation={})
+    rule = rule_from_card(card["rule"], card["tiers"], profile, card["off_mode"])
+    return rule_file(rule, profile, card["off_mode"], name=card["name"], fallback=fallback, training=training)
 
 
 def _common_card(

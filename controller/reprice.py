@@ -1,0 +1,83 @@
+"""`draftdial reprice POLICY BENCH.json`: the same policy, reckoning with the host that a benchmark met."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from draftdial.controller.bench_report import SCHEMA, Run
+from draftdial.controller.errors import UserError
+from draftdial.controller.host_time import HostTime
+from draftdial.controller.policy_export import repriced
+from draftdial.controller.policy_file import PolicyFile, read, write
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `reprice` to the commands."""
+    parser = subparsers.add_parser("reprice", help="make a policy reckon with a busy host")
+    parser.add_argument("policy", type=Path, help="the policy file")
+    parser.add_argument("bench", type=Path, help="bench.json of its server, with light load and forced k")
+    parser.add_argument("--out", type=Path, required=True, help="file to write; missing folders are made")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the file and say how long a round takes at least.
+
+    Raises:
+        UserError: no policy file, no benchmark, or one that does not know how long the host was busy.
+    """
+    old = read(args.policy)
+    host = host_of_lightest(_runs(args.bench), str(args.bench))
+    new = on_busy_host(old, host)
+    try:
+        write(args.out, new)
+    except OSError as error:
+        raise UserError(
+            f"--out: found {args.out}, allowed: a file that can be written ({error.strerror})"
+        ) from None
+    least = f"{host.round_ms(1):.2f} ms with drafts, {host.round_ms(0):.2f} at k = 0"
+    print(f"{args.out}: {new.card['name']}, id {new.policy_id}; a round takes at least {least}")
+    return 0
+
+
+def on_busy_host(file: PolicyFile, host: HostTime) -> PolicyFile:
+    """The same policy where no round is shorter than the host is busy in it."""
+    profile = file.profile()
+    least_ms = {k: host.round_ms(k) for k in profile.tiers}
+    return repriced(file, profile.no_faster_than(least_ms, file.card["off_mode"]))
+
+
+def host_of_lightest(runs: Sequence[Run], source: str) -> HostTime:
+    """How long the host was busy under the lightest load.
+
+    A host has more to do for more requests, and sets the pace where they are few.
+
+    Raises:
+        UserError: the runs do not say it of rounds with drafts.
+    """
+    loads = sorted({run["load"] for run in runs if run["load"] is not None})
+    for load in loads:
+        host = HostTime.of([run for run in runs if run["load"] == load])
+        if host.drafts_ms is not None:
+            return host
+    raise UserError(
+        f"{source}: host_ms_at_k: found none of a k above 0, needed: runs with drafts on a server whose "
+        f"scheduler overlaps with the GPU"
+    )
+
+
+def _runs(path: Path) -> list[Run]:
+    """Those of a bench.json in which no request failed."""
+    try:
+        document: Any = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+        raise UserError(f"{path}: no bench.json (schema {SCHEMA})")
+    return [run for run in document["runs"] if not run["failed"]]

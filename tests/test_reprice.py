@@ -1,0 +1,105 @@
+"""`draftdial reprice`: the same policy on a host that a benchmark found busy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from draftdial.controller.cli import main
+from draftdial.controller.learned import LearnedPolicy
+from draftdial.controller.policy_export import rule_file
+from draftdial.controller.policy_file import PolicyFile, load_policy, read
+from draftdial.controller.rule_cards import rule_from_card
+from draftdial.controller.rules import Threshold
+
+
+def run_of(load: float | None, host_ms: dict[str, float], failed: int = 0) -> dict[str, Any]:
+    return {
+        "load": load,
+        "failed": failed,
+        "host_ms_at_k": host_ms,
+        "rounds_at_k": dict.fromkeys(host_ms, 10),
+    }
+
+
+def bench_of(folder: Path, *runs: dict[str, Any]) -> str:
+    path = folder / "bench.json"
+    path.write_text(json.dumps({"schema": "draftdial.bench/1", "runs": runs}))
+    return str(path)
+
+
+def file_at(path: Path, file: PolicyFile) -> str:
+    path.write_bytes(file.data)
+    return str(path)
+
+
+def test_rounds_are_priced_by_the_lightest_load(
+    make_policy_file: Callable[..., PolicyFile], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, out = make_policy_file(), tmp_path / "new" / "policy.safetensors"
+    slow = {"0": 90.0, "1": 50.0, "3": 70.0}
+    bench = bench_of(
+        tmp_path,
+        run_of(64.0, {"1": 900.0}),
+        run_of(4.0, slow),
+        run_of(4.0, {"3": 30.0}),
+        run_of(4.0, {"1": 1.0}, failed=1),
+        run_of(1.0, {"0": 900.0}),
+        run_of(None, {"1": 900.0}),
+    )
+    assert main(["reprice", file_at(tmp_path / "old.safetensors", old), bench, "--out", str(out)]) == 0
+    new = read(out)
+    told = f"{out}: tiny, id {new.policy_id}; a round takes at least 50.00 ms with drafts, 90.00 at k = 0\n"
+    assert capsys.readouterr().out == told
+    before, after = old.profile(), new.profile()
+    for context in (10, 5000):
+        least_s = np.array([0.09, 0.05, 0.05])
+        expected = np.maximum(before.round_s(1, context, "warm"), least_s)
+        np.testing.assert_allclose(after.round_s(1, context, "warm"), expected)
+    assert (
+        "busy in each round: off-warm 90.00 ms, k=1 50.00 ms, k=3 50.00 ms" in after.document["description"]
+    )
+    for name in ("name", "kind", "tiers", "training", "limits", "fallback", "features"):
+        assert new.card[name] == old.card[name]
+    assert new.card["evaluation"] == {}
+    mine, theirs = load_policy(old), load_policy(new)
+    assert isinstance(mine, LearnedPolicy) and isinstance(theirs, LearnedPolicy)
+    for name, weights in mine.network.tensors.items():
+        np.testing.assert_array_equal(theirs.network.tensors[name], weights)
+
+
+def test_a_rule_reckons_with_the_host_too(
+    make_policy_file: Callable[..., PolicyFile], tmp_path: Path
+) -> None:
+    profile = make_policy_file().profile()
+    greedy = rule_from_card({"kind": "greedy"}, profile.tiers, profile, "warm")
+    fallback = Threshold(profile.tiers, k=1, batch=2)
+    old = rule_file(greedy, profile, "warm", name="greedy", fallback=fallback)
+    path, out = file_at(tmp_path / "greedy.safetensors", old), tmp_path / "new.safetensors"
+    assert main(["reprice", path, bench_of(tmp_path, run_of(1.0, {"3": 1e4})), "--out", str(out)]) == 0
+    new = read(out)
+    assert new.card["golden"] != old.card["golden"], "what drafts cost decides"
+    assert load_policy(new).tiers == profile.tiers
+
+
+def test_a_bench_that_does_not_know_the_host_is_refused(
+    make_policy_file: Callable[..., PolicyFile], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = file_at(tmp_path / "old.safetensors", make_policy_file()), tmp_path / "new.safetensors"
+    (tmp_path / "odd.json").write_text("[]")
+    for bench, message in (
+        (bench_of(tmp_path, run_of(1.0, {"0": 9.0})), "bench.json: host_ms_at_k: found none of a k above 0"),
+        (str(tmp_path / "odd.json"), "odd.json: no bench.json"),
+        (str(tmp_path / "none.json"), "none.json: cannot be read: No such file"),
+    ):
+        assert main(["reprice", path, bench, "--out", str(out)]) == 2
+        assert message in capsys.readouterr().err
+    bench = bench_of(tmp_path, run_of(1.0, {"1": 9.0}))
+    assert main(["reprice", path, bench, "--out", str(tmp_path)]) == 2
+    assert f"--out: found {tmp_path}, allowed: a file that can be written" in capsys.readouterr().err
+    assert not out.exists()
