@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
 # results.sh INPUT OUT PART...: what each PART measures, in this order. A server with speculation (off mode kv-only) that can
-# replay recorded acceptance is on GPU 0, one without speculation on GPU 1; under load one at a time. First, k = 0 must
+# replay recorded acceptance is on GPU 0, one without speculation on GPU 1 (PLAIN_GPU; 0 with POOL_TOKENS=300000 for a
+# machine of one GPU, where both are then as fast); under load one at a time. First, k = 0 must
 # answer what the other server answers. A PART is one of
 #   profile                    a cost profile of both servers at once, and a policy trained on it
 #   off-modes                  what a round takes in each off mode
-#   {good,mixed,poor}-low[:C,C...]                the policy, every fixed k and both servers, run by run on the same requests
+#   host                       how long the host is busy in a round: every load after it is steered by the policy repriced by
+#                              this (`draftdial reprice`), or by what the load before met
+#   {good,mixed,poor}-{low,mid}[:C,C...]          the policy, every fixed k and both servers, run by run on the same requests
 #   {good,mixed,poor}-high[:C,C...]               the same in turns under one load
 #   adaptive[:C,C...]                             turns of the policy and of SGLang's rule at its defaults, acceptance good
 #   swing                                         an open loop, run by run
@@ -13,20 +16,20 @@
 #   acceptance/{chat,code,finance,maths,poor,reasoning}.jsonl                  (draftdial export-acceptance)
 #   even.csv, long.csv, swing.csv                                              (tests/gpu/short_requests.py)
 # REPEATS (9) of every load, turns of TURN_S seconds (0.75), with seeds from SEED (100) on; ARMS: other than all that may
-# win. TRAIN_SITE: packages that training needs beyond those on the Python path.
-# Leaves in OUT: h200-llama3-8b.json (the profile) and its measurements, policy.safetensors, off-500.json, off-2000.json,
-# host.jsonl and cores.jsonl (how slow the host was, when, and which of its cores), and PART/bench.json, which is whole at
-# any time. Exit status 3 if the host is too slow (SLOW_HOST=go: never mind), 4 if answers differ.
+# win; NO_SPEC=no: without the other server up to C = 32. TRAIN_SITE: packages that training needs beyond those on the
+# Python path. Leaves in OUT: h200-llama3-8b.json (the profile) and its measurements, policy.safetensors (trained on it),
+# PART.safetensors (that policy repriced, which steered in PART), off-500.json, off-2000.json, host.jsonl
+# (how slow the host was, when), and PART/bench.json, which is whole at any time. Exit status 3 if the host is too slow (SLOW_HOST=go: never mind), 4 if answers differ.
 set -uo pipefail
 input=$1 out=$2
 shift 2
 for part in "$@"; do
-  [[ $part =~ ^(profile|off-modes|((good|mixed|poor)-(low|high)|adaptive)(:[0-9,]+)?|swing)$ ]] || { echo "no such part: $part"; exit 2; }
+  [[ $part =~ ^(profile|off-modes|host|((good|mixed|poor)-(low|mid|high)|adaptive)(:[0-9,]+)?|swing)$ ]] || { echo "no such part: $part"; exit 2; }
 done
 . "$(dirname "$0")/servers.sh"
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 url=http://127.0.0.1:30000 plain_url=http://127.0.0.1:30100
-profile=h200-llama3-8b policy=$input/start.safetensors training="" is_deployed=""
+profile=h200-llama3-8b trained=$input/start.safetensors policy=$trained training="" is_ready="" host_bench=""
 # Idle servers must not take the host's time from the other one, nor logging from the scheduler.
 common=(--mem-fraction-static 0.85 --max-total-tokens "${POOL_TOKENS:-640000}" --sleep-on-idle --log-level warning)
 replay=()
@@ -36,15 +39,12 @@ done
 DRAFTDIAL_BENCHMARK=1 start 0 "$out/spec.log" "$input/start.safetensors" --off-mode kv-only "${replay[@]}" -- \
   "${target[@]}" "${draft[@]}" --port 30000 "${common[@]}"
 spec=$!
-start 1 "$out/plain.log" "$input/start.safetensors" --warn -- "${target[@]}" --port 30100 "${common[@]}"
+start "${PLAIN_GPU:-1}" "$out/plain.log" "$input/start.safetensors" --warn -- "${target[@]}" --port 30100 "${common[@]}"
 plain=$!
 await $plain_url $plain "$out/plain.log" || exit 1
 await $url $spec "$out/spec.log" || exit 1
 
 host() { python3 "$here/host_check.py" $url --out "$out/host.jsonl"; }
-quiet_cores() { python3 "$here/quiet_cores.py" --out "$out/cores.jsonl" >/dev/null; }
-host # before cores are given out, to compare
-quiet_cores
 host || host || [ "${SLOW_HOST:-stop}" = go ] || exit 3
 python3 "$here/gpu_speed.py" >"$out/gpu_speed.json"
 $dial set $url --force-k 0
@@ -70,39 +70,50 @@ train() {
 }
 off_modes() { python3 "$here/off_modes.py" $url $plain_url --batches "$1" --context "$2" --out "$out/off-$2.json"; }
 rule() { $dial export-rule "$@" --profile "$profile" --off-mode kv-only; }
-deploy() {
+ready_policies() {
   if [ -n "$training" ]; then
     if wait $training; then
-      policy=$out/policy.safetensors
-      cp "$(python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))["policy"])' "$out/train.json")" "$policy"
+      trained=$out/policy.safetensors
+      cp "$(python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))["policy"])' "$out/train.json")" "$trained"
     else
       tail -5 "$out/train.log"
-      echo "not trained: the policy is $policy"
+      echo "not trained: the policy is $trained"
     fi
   fi
   rule sglang-adaptive --out "$out/sglang-adaptive.safetensors"
   rule threshold --k 3 --batch 192 --out "$out/threshold.safetensors"
+  is_ready=yes
+}
+deploy() {
+  policy=$trained
+  if [ -n "$host_bench" ]; then
+    $dial reprice "$trained" "$host_bench" --out "$out/$1.safetensors" && policy=$out/$1.safetensors
+  fi
   $dial deploy "$policy" $url || exit 1
-  is_deployed=yes
 }
 
-arms=${ARMS:-steer off fixed-1 fixed-2 fixed-3 fixed-5 fixed-7}
+every_k="fixed-1 fixed-2 fixed-3 fixed-5 fixed-7"
+arms=${ARMS:-steer off $every_k}
 adaptive=policy:$out/sglang-adaptive.safetensors
 good="--domains chat,code,reasoning" mixed="--domains finance,maths,chat,code,reasoning"
 swing=$(($(wc -l <"$input/swing.csv") - 1))
 load() {
-  local closed repeats="--repeats ${REPEATS:-9}" span how
+  local closed repeats="--repeats ${REPEATS:-9}" span how plain="--no-spec $plain_url"
   case $1 in
     *:*) closed="--closed ${1#*:}" ;;
     *-low) closed="--closed 1,2,4,8" ;;
+    *-mid) closed="--closed 16,32" ;;
+    host) closed="--closed 8" ;;
     adaptive) closed="--closed 64,128" ;;
     *) closed="--closed 16,32,64,128,192,256" ;;
   esac
   # Few requests at a time differ more than the host does from second to second, many differ less.
   case $1 in
-    *-low*)
-      how="$closed $repeats --per-slot 2 --requests 2 --lengths trace:$input/even.csv --drop 0.25"
+    *-low* | *-mid*)
+      how="$closed $repeats --per-slot 2 --requests 2 --lengths trace:$input/even.csv --drop 0.2"
       span="--domain-span 1:4"
+      [[ $1 == *-low* ]] || span="--domain-span 20:80"
+      [ "${NO_SPEC:-yes}" = yes ] || plain=""
       ;;
     *)
       how="$closed $repeats --per-slot 3 --requests 10 --lengths trace:$input/long.csv"
@@ -111,13 +122,14 @@ load() {
       ;;
   esac
   case $1 in
-    good-*) how="$how $good --arms $arms --no-spec $plain_url" ;;
-    mixed-*) how="$how $mixed $span --arms $arms --no-spec $plain_url" ;;
-    poor-*) how="$how --domains poor --arms $arms --no-spec $plain_url" ;;
+    good-*) how="$how $good --arms $arms $plain" ;;
+    mixed-*) how="$how $mixed $span --arms $arms $plain" ;;
+    poor-*) how="$how --domains poor --arms $arms $plain" ;;
+    host) how="$closed --repeats 3 --switchback ${TURN_S:-0.75} --lengths trace:$input/long.csv $mixed $span --arms steer off $every_k" ;;
     adaptive*) how="$how --switchback ${ADAPTIVE_TURN_S:-2} $good --deployed $policy --arms steer $adaptive" ;;
     swing)
       how="--trace $input/swing.csv --requests $swing $mixed,poor --domain-span 40:120 $repeats --deployed $policy"
-      how="$how --arms $arms policy:$out/threshold.safetensors $adaptive --no-spec $plain_url"
+      how="$how --arms $arms policy:$out/threshold.safetensors $adaptive $plain"
       ;;
   esac
   $dial bench $url $how --baseline steer --seed "${SEED:-100}" --out "$out/$1" >"$out/$1.txt" 2>&1
@@ -125,14 +137,18 @@ load() {
 
 for part in "$@"; do
   begun=$SECONDS
-  quiet_cores
   host
   case $part in
     profile) measure_profile ;;
     off-modes) off_modes 1,8,32,64,128,256 500 && off_modes 1,8,32,64,128,256 2000 ;;
-    *) { [ -n "$is_deployed" ] || deploy; } && load "$part" ;;
+    *)
+      [ -n "$is_ready" ] || ready_policies
+      deploy "$part"
+      load "$part"
+      ;;
   esac
   echo "$part: status $?, $((SECONDS - begun)) s, at $SECONDS s"
+  [[ $part != host && ( -z $host_bench || $part != *-* || $part == off-modes ) ]] || host_bench=$out/$part/bench.json
 done
 timeout 20 $dial status $url
 get $url/server_info >"$out/server_info.json"
