@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from draftdial.controller.bench_adjust import adjusted
 from draftdial.controller.bench_loads import Load
@@ -34,6 +34,9 @@ Figures = dict[str, float]
 Run = dict[str, Any]
 Place = tuple[str, float | None]
 """Workload and load."""
+Host = Literal["quiet", "own", "shared"]
+"""That of the profile; as busy as in the very run, or in all turns of its arm; or as in all runs under that
+load, whatever the arm."""
 UNKNOWN = HostTime(None, None, None)
 
 
@@ -141,30 +144,26 @@ class ServedBench:
         check_server(self.status, self.source, profile, acceptance, self.work.options["domains"])
 
     def simulated(
-        self, arm: str, profile: CostProfile, acceptance: GivenAcceptance, policies: Mapping[str, PolicyFile]
+        self,
+        arm: str,
+        profile: CostProfile,
+        acceptance: GivenAcceptance,
+        policies: Mapping[str, PolicyFile],
+        host: Host = "quiet",
     ) -> list[tuple[Run, Figures]] | None:
         """Every run of an arm with its figures in simulation; None: the arm cannot be simulated.
 
-        `policies` are files by their sha256.
+        `policies` are files by their sha256. Where it is not known how busy the host was, as without overlap
+        scheduling, runs are left out unless it is `quiet`.
         """
         policy = self._policy(arm, profile, policies)
         if policy is None:
             return None
-        return self._simulated(policy, [run for run in self.runs if run["arm"] == arm], profile, acceptance)
-
-    def simulated_on_its_host(
-        self, arm: str, profile: CostProfile, acceptance: GivenAcceptance, policies: Mapping[str, PolicyFile]
-    ) -> list[tuple[Run, Figures]]:
-        """The same on a host that is as busy as it was in that very run, or in the turns of that arm.
-
-        Nothing where that is not known, as without overlap scheduling.
-        """
-        policy = self._policy(arm, profile, policies)
-        known = {place for place, runs in self._by_place().items() if HostTime.of(runs) != UNKNOWN}
-        mine = [run for run in self.runs if run["arm"] == arm and _place(run) in known]
-        if policy is None:
-            return []
-        return self._simulated(policy, mine, profile, acceptance, on_its_host=True)
+        runs = [run for run in self.runs if run["arm"] == arm]
+        if host != "quiet":
+            known = {place for place, served in self._by_place().items() if HostTime.of(served) != UNKNOWN}
+            runs = [run for run in runs if _place(run) in known]
+        return self._simulated(policy, runs, profile, acceptance, host) if runs else []
 
     def _simulated(
         self,
@@ -172,41 +171,37 @@ class ServedBench:
         runs: Sequence[Run],
         profile: CostProfile,
         acceptance: GivenAcceptance,
-        *,
-        on_its_host: bool = False,
+        host: Host,
     ) -> list[tuple[Run, Figures]]:
-        if not runs:
-            return []
         lists, places = self._lists(runs)
-        options = [
-            ServerOptions(
-                off_mode=self.off_mode,
-                lag=1 if self.document["server"]["disable_overlap_schedule"] else 2,
-                turnaround_s=self.turnaround_s(profile),
-            )
-        ] * len(lists)
-        if on_its_host:
-            hosts = self._hosts(runs, places)
-            options = [_on_host(each, host, profile) for each, host in zip(options, hosts, strict=True)]
+        quiet = ServerOptions(
+            off_mode=self.off_mode,
+            lag=1 if self.document["server"]["disable_overlap_schedule"] else 2,
+            turnaround_s=self.turnaround_s(profile),
+        )
+        options = [quiet] * len(lists)
+        if host != "quiet":
+            options = [_on_host(quiet, each, profile) for each in self._hosts(runs, places, host)]
         bank = acceptance.bank(self.work.options["domains"])
         metrics = evaluate(policy, SimulatedEngine(lists, bank, profile, options))
         columns = {name: getattr(metrics, name).tolist() for name in (*FIGURES, WASTED)}
         for name in ("e2e_mean_s", "ttft_mean_s"):  # as the client sees them
-            columns[name] = [seconds + options[0].turnaround_s for seconds in columns[name]]
+            columns[name] = [seconds + quiet.turnaround_s for seconds in columns[name]]
         figures = [{name: column[place] for name, column in columns.items()} for place in places]
         known = [{name: value for name, value in row.items() if math.isfinite(value)} for row in figures]
         return list(zip(runs, known, strict=True))
 
-    def _hosts(self, runs: Sequence[Run], places: Sequence[int]) -> list[HostTime]:
-        """Of each list its own runs', and what these do not say that of all arms under the load."""
+    def _hosts(self, runs: Sequence[Run], places: Sequence[int], host: Host) -> list[HostTime]:
+        """Of each list; what its own runs do not say, all runs under that load do."""
         by_list: dict[int, list[Run]] = {}
         for run, place in zip(runs, places, strict=True):
             by_list.setdefault(place, []).append(run)
-        everybody = self._by_place()
-        return [
-            HostTime.of(mine).or_else(HostTime.of(everybody[_place(mine[0])]))
-            for _, mine in sorted(by_list.items())
-        ]
+        shared = {place: HostTime.of(served) for place, served in self._by_place().items()}
+        found = []
+        for _, mine in sorted(by_list.items()):
+            theirs = shared[_place(mine[0])]
+            found.append(HostTime.of(mine).or_else(theirs) if host == "own" else theirs)
+        return found
 
     def _by_place(self) -> dict[Place, list[Run]]:
         """The runs of all arms by load."""

@@ -48,7 +48,7 @@ def bench_cells(
                 pairs.setdefault(place, []).append((run, figures))
                 repeat = f"{bench.source} {run['repeat']}"
                 rates.setdefault(place, {})[repeat] = run["output_tok_s"]
-            for run, figures in bench.simulated_on_its_host(arm, profile, acceptance, files):
+            for run, figures in bench.simulated(arm, profile, acceptance, files, "own") or []:
                 hosted.setdefault((bench.kind, run["workload"], run["load"], arm), []).append(figures)
     if left_out:
         print(f"draftdial: cannot be simulated, left out: {', '.join(left_out)}", file=sys.stderr)

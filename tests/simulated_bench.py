@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,8 @@ class SimulatedBenches:
         self.own.write_bytes(own.data)
         self.policy = folder / "mine.safetensors"
         self.policy.write_bytes(policy.data)
-        self.hosts: list[HostTime] | None = None
-        """How busy the host is in each repeat, as the runs then say; None: not at all, as they do not."""
+        self.host_of: Callable[[str, int], HostTime] | None = None
+        """How busy the host is for an arm in a repeat, as runs then say; None: not at all, as they do not."""
         (folder / "lengths.csv").write_text(LENGTHS)
         self.lengths = f"trace:{folder / 'lengths.csv'}"
         rng = np.random.default_rng(5)
@@ -119,8 +120,8 @@ class SimulatedBenches:
         bank = ReplayedAcceptance({name: self.files[name] for name in domains}).bank(0)
         options = ServerOptions(off_mode="skip", lag=1, turnaround_s=TURNAROUND_S)
         told: dict[str, Any] = {}
-        if self.hosts is not None:
-            host = self.hosts[repeat]
+        if self.host_of is not None:
+            host = self.host_of(arm, repeat)
             busy_ms = {k: host.round_ms(k) for k in self.profile.tiers}
             told = {
                 "host_ms_at_k": {str(k): ms for k, ms in busy_ms.items()},

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,10 +119,11 @@ def test_a_busy_host_is_told_from_the_simulators_error(
     assert summary["throughput_error_mean_on_its_host"] is summary["same_best_k_share_on_its_host"] is None
     fastest_ms = 1e3 * float(served.profile.round_s(1, 20, "skip").min())
     prefill_ms = 1e3 * float(served.profile.prefill_s(20, "skip"))
-    served.hosts = [  # another one in each run
+    hosts = [  # another one in each repeat
         HostTime(0.5 * fastest_ms, 3 * fastest_ms, 4 * prefill_ms),
         HostTime(2 * fastest_ms, 2 * fastest_ms, 9 * prefill_ms),
     ]
+    served.host_of = lambda arm, repeat: hosts[repeat]
     path = served.bench("bench.json", "good")
     capsys.readouterr()
     assert main(command(served, path)) == 0
@@ -134,7 +137,7 @@ def test_a_busy_host_is_told_from_the_simulators_error(
 
 def test_what_a_run_does_not_say_of_its_host_the_others_do(served: SimulatedBenches) -> None:
     fastest_ms = 1e3 * float(served.profile.round_s(1, 20, "skip").min())
-    served.hosts = [HostTime(2 * fastest_ms, 3 * fastest_ms, None)] * 2
+    served.host_of = lambda arm, repeat: HostTime(2 * fastest_ms, 3 * fastest_ms, None)
     path = served.bench("bench.json", "good")
     bench = json.loads(path.read_text())
     for run in bench["runs"]:
@@ -144,6 +147,38 @@ def test_what_a_run_does_not_say_of_its_host_the_others_do(served: SimulatedBenc
     assert main(command(served, path)) == 0
     summary = document_of(served)["summary"]
     assert summary["throughput_error_mean_on_its_host"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_ratios_on_an_equally_busy_host(served: SimulatedBenches) -> None:
+    """`steer` met a host half as busy as `fixed-3` did; in the second bench both met their average."""
+    fastest_ms = 1e3 * float(served.profile.round_s(1, 20, "skip").min())
+    busy_ms = {"steer": 2 * fastest_ms, "fixed-3": 4 * fastest_ms}
+
+    def ratios(path: Path) -> list[list[str]]:
+        script = Path(__file__).parent / "gpu" / "equal_host.py"
+        words = ["--profile", str(served.folder / "server.json"), "--policy", str(served.own)]
+        words += [word for file in served.files.values() for word in ("--acceptance", str(file))]
+        ran = subprocess.run(
+            [sys.executable, str(script), *words, str(path)], capture_output=True, text=True, check=True
+        )
+        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in ran.stdout.splitlines()[2:]]
+        return [[row[1], row[3], row[5]] for row in rows]
+
+    def bench(host_of: Callable[[str, int], HostTime]) -> Path:
+        """Of these two arms."""
+        served.host_of = host_of
+        path = served.bench("bench.json", "good", arms=list(busy_ms))
+        document = json.loads(path.read_text())
+        document["runs"] = [run for run in document["runs"] if run["arm"] in busy_ms]
+        path.write_text(json.dumps(document))
+        return path
+
+    unequal = ratios(bench(lambda arm, repeat: HostTime(None, busy_ms.get(arm), None)))
+    equal = ratios(bench(lambda arm, repeat: HostTime(None, 3 * fastest_ms, None)))
+    assert [row[0] for row in equal] == ["1", "4", "all 2"]
+    assert all(measured == corrected for _, measured, corrected in equal)
+    assert all(measured != corrected for _, measured, corrected in unequal)
+    assert [row[2] for row in unequal] == [row[2] for row in equal]
 
 
 def changed(served: SimulatedBenches, **options: Any) -> Path:
