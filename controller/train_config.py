@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_module
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -136,7 +136,7 @@ def load_config(overrides: Sequence[str]) -> tuple[TrainConfig, str]:
         merged = OmegaConf.merge(schema, _composed(list(overrides)))
         config: Any = OmegaConf.to_object(merged)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise UserError(f"train: {_one_line(str(error))}") from None
+        raise UserError(f"train: {_one_line(str(error))}{_also_allowed(error)}") from None
     _check(config)
     return config, OmegaConf.to_yaml(merged)
 
@@ -200,6 +200,12 @@ def _one_line(message: str) -> str:
     if "is not a ListConfig" in kept:
         kept = "not a list; allowed: a list, as in profile.names=[h200-llama3-8b]"
     return " ".join(f"{key_of.group(1) + ': ' if key_of else ''}{kept}".split())
+
+
+def _also_allowed(error: Exception) -> str:
+    """What Hydra does not know of as it lists a group's choices: `_named_profile` takes files."""
+    missing = error.missing_cfg_file if isinstance(error, MissingConfigException) else None
+    return ", or a file: profile=FILE.json" if (missing or "").startswith("profile/") else ""
 
 
 def _check(config: TrainConfig) -> None:

@@ -104,7 +104,7 @@ WRONG = {
     "engine.gap_floor=7": ("engine.gap_floor", "allowed: 0 to 1"),
     "engine.ttft_limit_s=0": ("engine.ttft_limit_s", "allowed: above 0"),
     "engine.tpot_limit_s=-1": ("engine.tpot_limit_s", "allowed: above 0"),
-    "profile=bogus": ("profile/bogus", "h100-llama3-8b h200-llama3-8b"),
+    "profile=bogus": ("profile/bogus", "h100-llama3-8b h200-llama3-8b", ", or a file: profile=FILE.json"),
     "profile.names=[]": ("profile.names", "allowed: at least one"),
     "profile.names=[bogus]": ("bogus", "allowed: h100-llama3-8b, h200-llama3-8b"),
     "profile.names=[h200-llama3-8b,seeds-pcie]": ("profile.names", "allowed"),
@@ -146,6 +146,7 @@ def test_a_wrong_value_is_one_line_that_says_where_and_what_is_allowed(
     assert err.startswith("draftdial: ") and err.count("\n") == 1 and err.endswith("\n")
     for part in WRONG[override]:
         assert part in err
+    assert ("FILE.json" in err) == override.startswith("profile=")
     for leftover in ("full_key", "object_type", "https://", "Config search path", "AnyNode", "use +"):
         assert leftover not in err
     assert list(tmp_path.iterdir()) == [], "nothing may be written"
