@@ -17,6 +17,8 @@ from draftdial.controller.profile_prefills import measured_prefills, prefill_kno
 from draftdial.controller.profile_provenance import Provenance
 
 EAGER_FACTOR = 1.0
+MOST_MEAN_ERROR = 0.05
+"""Of the held-out timings: a profile that is further off should be measured more finely."""
 SIDES = ("speculative", "nospec")
 
 Cells = dict[int, dict[int, float]]
@@ -119,6 +121,16 @@ class ProfileBuilder:
                     predicted = profile.round_s(cell.task.batch, round(timing["context"]), mode)[column]
                     found.append(1e3 * float(predicted) / timing["period_ms"] - 1)
         return found
+
+    def advice(self, document: Mapping[str, Any]) -> str:
+        """What to do about the finished `document`, where it predicts too badly; else empty."""
+        errors = self.errors(CostProfile.from_document(dict(document), "the measured profile"))
+        if not errors or np.abs(errors).mean() <= MOST_MEAN_ERROR:
+            return ""
+        return (
+            f" Above {MOST_MEAN_ERROR:.0%} mean error, measure more batches (--batches): "
+            "round times are stairs in the batch."
+        )
 
     @property
     def _held_out(self) -> list[Result]:

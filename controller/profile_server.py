@@ -98,21 +98,23 @@ def run(args: argparse.Namespace) -> int:
     if len(args.contexts) < 2:
         raise UserError(f"--contexts: found {len(args.contexts)}, allowed: two or more")
     try:
-        document, warnings = _measure(args, name)
+        document, advice, warnings = _measure(args, name)
     except ServerRefused as refused:
         print(f"draftdial: profile: {refused}", file=sys.stderr)
         return 1
     atomic_write(args.out, json.dumps(document, indent=1) + "\n")
-    print(f"{args.out}: {document['description']}")
+    print(f"{args.out}: {document['description']}{advice}")
     for warning in warnings:
         print(f"draftdial: warning: {warning}", file=sys.stderr)
     return 0
 
 
-def _measure(args: argparse.Namespace, name: str) -> tuple[dict[str, object], list[str]]:
-    """The document, and warnings of what repeats disagree about and of what the host set."""
-    with _server(args, is_speculative=True) as url:
-        speculative = _measured(url, args)
+def _measure(args: argparse.Namespace, name: str) -> tuple[dict[str, object], str, list[str]]:
+    """The document, advice on it, and warnings of what repeats disagree about and of what the host set."""
+    with ExitStack() as stack:
+        with _told():
+            url = stack.enter_context(_server(args, is_speculative=True))
+            speculative = _measured(url, args)
         if 0 not in speculative.tiers or len(speculative.tiers) < 2:
             found = ", ".join(map(str, speculative.tiers)) or "none"
             raise UserError(f"{url}: tiers: found {found}, needed: 0 and another; is it steered?")
@@ -124,15 +126,18 @@ def _measure(args: argparse.Namespace, name: str) -> tuple[dict[str, object], li
         _sweep(Sweep(speculative, grid, "speculative"), measurements)
         speculative.check_kv_only()
     if args.no_spec or args.engine_arguments:
-        with _server(args, is_speculative=False) as url:
-            nospec = _measured(url, args)
+        with ExitStack() as stack:
+            with _told(measurements):
+                url = stack.enter_context(_server(args, is_speculative=False))
+                nospec = _measured(url, args)
             if nospec.facts["speculates"]:
                 raise UserError(f"--no-spec {url}: this server speculates: leave out --speculative-algorithm")
             _sweep(Sweep(nospec, grid, "nospec"), measurements)
     builder = ProfileBuilder(
         measurements, name, speculative.tiers, speculative.arguments, _command(), _versions()
     )
-    return builder.document(), _warnings(measurements)
+    document = builder.document()
+    return document, builder.advice(document), _warnings(measurements)
 
 
 def _warnings(measurements: Measurements) -> list[str]:
@@ -200,25 +205,34 @@ def _grid(args: argparse.Namespace, server: MeasuredServer) -> Grid:
 
 def _sweep(sweep: Sweep, measurements: Measurements) -> None:
     """Measure all that is not there yet; the server's policy decides again afterwards, whatever happens."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from draftdial.controller.profile_progress import SweepProgress
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
     total = sweep.grid.repeats * len(sweep.tasks())
     try:
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-            bar = progress.add_task(sweep.side)
+        with _told(measurements, "; putting the server back"), SweepProgress(sweep.side, total) as progress:
             for tasks in sweep.passes(measurements):
-                done = sum(len(measurements.result(task).repeats) for task in sweep.tasks())
-                progress.update(bar, completed=done, total=max(total, done + len(tasks)))
+                num_done = sum(len(measurements.result(task).repeats) for task in sweep.tasks())
+                progress.begin_pass(num_done, len(tasks))
                 for task in tasks:
-                    progress.update(bar, description=task.id)
+                    progress.measuring(task.id)
                     measurements.add(task, sweep.run(task))
-                    progress.advance(bar)
+                    progress.measured()
     finally:
         with uninterrupted():
             sweep.server.close()
+
+
+@contextmanager
+def _told(measurements: Measurements | None = None, what_follows: str = "") -> Iterator[None]:
+    """Where Ctrl-C ends the block, say what is kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        kept = " before it measured anything"
+        if measurements is not None and measurements.path.exists():
+            kept = f"; {measurements.path} keeps what was measured, and the same command goes on"
+        print(f"draftdial profile: interrupted{kept}{what_follows}", file=sys.stderr)
+        raise
 
 
 def _thinned(batches: Sequence[int]) -> list[int]:

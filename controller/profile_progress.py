@@ -1,0 +1,75 @@
+"""How far a sweep is, on standard error: a bar on a terminal, elsewhere a line now and then."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from time import monotonic
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+LINE_EVERY_S = 10.0
+"""How often progress is a line, where there is no terminal to show a bar."""
+SPEED_OF_LAST_S = 3600.0
+"""The time left follows from the speed over so long: one measurement may take a minute."""
+
+
+class SweepProgress(AbstractContextManager["SweepProgress"]):
+    """Of the server `side`, on which `total` is to be measured, and more where repeats do not agree."""
+
+    def __init__(self, side: str, total: int) -> None:
+        self._side = side
+        self._total = total
+        console = Console(file=sys.stderr)
+        self._is_terminal = console.is_terminal
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not self._is_terminal,
+            speed_estimate_period=SPEED_OF_LAST_S,
+            get_time=monotonic,
+        )
+        self._bar = self._progress.add_task(side, total=total)
+        self._due_s = monotonic() + LINE_EVERY_S
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def begin_pass(self, num_done: int, num_left: int) -> None:
+        """So much has been measured by now, and so much is to be in the coming pass."""
+        total = max(self._total, num_done + num_left)
+        self._progress.update(self._bar, completed=num_done, total=total)
+
+    def measuring(self, name: str) -> None:
+        """This is being measured now."""
+        self._progress.update(self._bar, description=name)
+
+    def measured(self) -> None:
+        """It has been."""
+        self._progress.advance(self._bar)
+        if not self._is_terminal and monotonic() >= self._due_s:
+            self._due_s = monotonic() + LINE_EVERY_S
+            print(f"draftdial profile: {self._line()}", file=sys.stderr, flush=True)
+
+    def _line(self) -> str:
+        [task] = self._progress.tasks
+        left_s = task.time_remaining
+        left = "" if left_s is None else f", {timedelta(seconds=left_s)} left"
+        return f"{self._side}: {task.completed:.0f} of {task.total:.0f} measured{left}"
