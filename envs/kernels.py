@@ -105,10 +105,9 @@ def next_round_s(sim, s, tier, num_rows):
     row = server.warm_profile if is_restart else server.profile
     context = np.float64(server.mean_context_tokens)
     runs = runs_as(server, tier)
-    # The host is one batch ahead of the GPU: a prefill and the round behind it count as one.
-    host_s = sim.host_round_s[s, runs]
-    if server.step_prefill_s > 0.0:
-        host_s += max(0.0, server.host_prefill_s - server.step_prefill_s)
+    # The host is one batch ahead of the GPU: prefills and the round behind them count as one.
+    late_s = server.step_prefills * server.host_prefill_s - server.step_prefill_s
+    host_s = sim.host_round_s[s, runs] + max(0.0, late_s)
     return max(round_time_s(sim.round_table[row], runs, num_rows, context), host_s)
 
 
@@ -304,6 +303,7 @@ def _prefill(sim, s):
     server.batch_start_s = server.clock_s + (seconds if server.lag == 1 else 0.0)
     _spend(server, seconds)
     server.step_prefill_s += seconds
+    server.step_prefills += 1
     server.num_prefill_tokens += tokens
     # The last round's result is read while this batch runs: its finished requests leave the batch.
     _drop_ghosts(server)
@@ -402,6 +402,7 @@ def _to_next_decision(sim, s):
 def _clear_step(server):
     server.step_decode_s = 0.0
     server.step_prefill_s = 0.0
+    server.step_prefills = 0
     server.step_elapsed_s = 0.0
     server.step_tokens = 0
     server.step_in_system_s = 0.0

@@ -46,7 +46,7 @@ class ServerOptions:
     host_round_s: tuple[float, ...] = ()
     """How long the host is busy in a decode round of each tier: no round is shorter. Empty: not at all."""
     host_prefill_s: float = 0.0
-    """The same of a prefill: with the round behind it, it is no shorter than the host is busy in both."""
+    """The same of a prefill: prefills and the round behind them take no less than the host is busy in all."""
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,7 @@ SERVER = np.dtype(
         # What the last step did, for rewards.
         ("step_decode_s", np.float64),
         ("step_prefill_s", np.float64),
+        ("step_prefills", np.int64),
         ("step_elapsed_s", np.float64),  # decode, switch, prefill and idle time
         ("step_tokens", np.int64),
         ("step_in_system_s", np.float64),  # integral of the requests in the system
