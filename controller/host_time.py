@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from draftdial.controller.bench_report import Run
 
+MOST_MS = 1e6
+"""Of any round or prefill: what a server counts is far below."""
+
 
 @dataclass(frozen=True)
 class HostTime:
@@ -20,7 +23,12 @@ class HostTime:
 
     @classmethod
     def of(cls, runs: Sequence[Run]) -> HostTime:
-        """Means over the rounds and the requests of `runs`."""
+        """Means over the rounds and the requests of `runs`.
+
+        Raises:
+            LookupError, TypeError, ValueError, AttributeError, ArithmeticError: they are not as `draftdial
+                bench` writes them.
+        """
         off, drafts, prefills = _Mean(), _Mean(), _Mean()
         for run in runs:
             for k, ms in run.get("host_ms_at_k", {}).items():
@@ -50,6 +58,8 @@ class _Mean:
         self._total, self._weight = 0.0, 0.0
 
     def add(self, value: float, weight: float) -> None:
+        if not (0.0 <= value <= MOST_MS and weight >= 0.0):  # NaN is neither
+            raise ValueError(f"found {value} ms in {weight} of a run, allowed: 0 to {MOST_MS:g} ms")
         self._total += value * weight
         self._weight += weight
 

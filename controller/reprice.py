@@ -31,7 +31,12 @@ def run(args: argparse.Namespace) -> int:
         UserError: no policy file, no benchmark, or one that does not know how long the host was busy.
     """
     old = read(args.policy)
-    host = host_of_lightest(_runs(args.bench), str(args.bench))
+    document = _document(args.bench)
+    try:
+        runs = [run for run in document["runs"] if not run["failed"]]
+        host = host_of_lightest(runs, str(args.bench))
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise UserError(f"{args.bench}: not as `draftdial bench` writes it here: {error!r}") from None
     new = on_busy_host(old, host)
     try:
         write(args.out, new)
@@ -39,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             f"--out: found {args.out}, allowed: a file that can be written ({error.strerror})"
         ) from None
-    least = f"{host.round_ms(1):.2f} ms with drafts, {host.round_ms(0):.2f} at k = 0"
+    at_zero = "what it did" if host.off_ms is None else f"{host.off_ms:.2f}"
+    least = f"{host.round_ms(1):.2f} ms with drafts, {at_zero} at k = 0"
     print(f"{args.out}: {new.card['name']}, id {new.policy_id}; a round takes at least {least}")
     return 0
 
@@ -47,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 def on_busy_host(file: PolicyFile, host: HostTime) -> PolicyFile:
     """The same policy where no round is shorter than the host is busy in it."""
     profile = file.profile()
-    least_ms = {k: host.round_ms(k) for k in profile.tiers}
+    least_ms = {k: ms for k in profile.tiers if (ms := host.round_ms(k))}
     return repriced(file, profile.no_faster_than(least_ms, file.card["off_mode"]))
 
 
@@ -70,8 +76,7 @@ def host_of_lightest(runs: Sequence[Run], source: str) -> HostTime:
     )
 
 
-def _runs(path: Path) -> list[Run]:
-    """Those of a bench.json in which no request failed."""
+def _document(path: Path) -> dict[str, Any]:
     try:
         document: Any = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -80,4 +85,4 @@ def _runs(path: Path) -> list[Run]:
         document = None
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         raise UserError(f"{path}: no bench.json (schema {SCHEMA})")
-    return [run for run in document["runs"] if not run["failed"]]
+    return document

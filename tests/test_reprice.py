@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def test_rounds_are_priced_by_the_lightest_load(
 
 
 def test_a_rule_reckons_with_the_host_too(
-    make_policy_file: Callable[..., PolicyFile], tmp_path: Path
+    make_policy_file: Callable[..., PolicyFile], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     profile = make_policy_file().profile()
     greedy = rule_from_card({"kind": "greedy"}, profile.tiers, profile, "warm")
@@ -82,7 +83,9 @@ def test_a_rule_reckons_with_the_host_too(
     old = rule_file(greedy, profile, "warm", name="greedy", fallback=fallback)
     path, out = file_at(tmp_path / "greedy.safetensors", old), tmp_path / "new.safetensors"
     assert main(["reprice", path, bench_of(tmp_path, run_of(1.0, {"3": 1e4})), "--out", str(out)]) == 0
+    assert "10000.00 ms with drafts, what it did at k = 0" in capsys.readouterr().out
     new = read(out)
+    assert "busy in each round: k=1 10000.00 ms, k=3 10000.00 ms." in new.profile().document["description"]
     assert new.card["golden"] != old.card["golden"], "what drafts cost decides"
     assert load_policy(new).tiers == profile.tiers
 
@@ -96,10 +99,39 @@ def test_a_bench_that_does_not_know_the_host_is_refused(
         (bench_of(tmp_path, run_of(1.0, {"0": 9.0})), "bench.json: host_ms_at_k: found none of a k above 0"),
         (str(tmp_path / "odd.json"), "odd.json: no bench.json"),
         (str(tmp_path / "none.json"), "none.json: cannot be read: No such file"),
+        (str(tmp_path), f"{tmp_path}: cannot be read: Is a directory"),
     ):
         assert main(["reprice", path, bench, "--out", str(out)]) == 2
         assert message in capsys.readouterr().err
     bench = bench_of(tmp_path, run_of(1.0, {"1": 9.0}))
     assert main(["reprice", path, bench, "--out", str(tmp_path)]) == 2
     assert f"--out: found {tmp_path}, allowed: a file that can be written" in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        None,
+        ["a run"],
+        [{"load": 1.0}],
+        [run_of(1.0, {"1": 9.0}) | {"load": [1]}],
+        [run_of(1.0, {"1": 9.0}) | {"rounds_at_k": {}}],
+        [run_of(1.0, {"k": 9.0})],
+        [run_of(1.0, {"1": "9"})],  # type: ignore[dict-item]
+        [run_of(1.0, {"1": math.nan})],
+        [run_of(1.0, {"1": math.inf})],
+        [run_of(1.0, {"1": -9.0})],
+        [run_of(1.0, {"1": 10**400})],
+        [run_of(1.0, {"1": 9.0}) | {"host_ms_in_prefill": 9.0}],
+    ],
+)
+def test_a_bench_that_is_not_as_it_was_written_is_refused_in_one_line(
+    runs: Any, make_policy_file: Callable[..., PolicyFile], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = file_at(tmp_path / "old.safetensors", make_policy_file()), tmp_path / "new.safetensors"
+    (tmp_path / "bench.json").write_text(json.dumps({"schema": "draftdial.bench/1", "runs": runs}))
+    assert main(["reprice", path, str(tmp_path / "bench.json"), "--out", str(out)]) == 2
+    complaint = capsys.readouterr().err
+    assert "bench.json: not as `draftdial bench` writes it here" in complaint and complaint.count("\n") == 1
     assert not out.exists()
