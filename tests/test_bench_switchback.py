@@ -140,3 +140,16 @@ def test_the_published_table_is_what_its_command_prints() -> None:
         cells = [cell.strip() for cell in line.split("|")[2:-1]]
         ratios = [f"{cell.split(';')[0].rstrip(')')})" if cell else "" for cell in row[5:7]]
         assert [cells[0], cells[1], *cells[3:]] == [row[1], row[3], *ratios], row
+
+
+def test_turns_in_a_row_count_as_one_pair() -> None:
+    """What the results say of no speculation on the same GPU; the mean stays, the interval is wider."""
+    root = Path(__file__).parent.parent
+    raw = root / "docs" / "results" / "h200-one-gpu-2026-11-30.json"
+    command = [sys.executable, str(root / "tests" / "gpu" / "ratios.py"), str(raw), "--only", "poor-high:256"]
+    shown = []
+    for more in ([], ["--block", "4"]):
+        printed = subprocess.run([*command, *more], capture_output=True, text=True, check=True).stdout
+        shown.append([cell.strip() for cell in printed.splitlines()[2].split("|")][7])
+    assert shown == ["0.98 (0.95 to 1.01; 24)", "0.98 (0.92 to 1.04; 6)"]
+    assert "0.98 (0.92 to 1.04)" in (root / "docs" / "results.md").read_text()

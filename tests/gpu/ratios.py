@@ -2,16 +2,21 @@
 
 A FILE is a bench.json, or a file of docs/results that holds several under `benches`. Per load: the policy's
 output tokens a second, its ratio to the best of `off` and every fixed k, to the server without speculation
-and to SGLang's rule, each with its 95 % interval and pairs, and what cannot be told from the best; last, the
+and to SGLang's rule, each with its 95 % interval and pairs, and what cannot be told from the best; which k
+the policy ran, and how long the host was busy in a round of the policy and of the best; last, the
 geometric mean over the loads of each acceptance. Best in hindsight is the highest mean, a little too high as
 it is the luckiest, too. An arm that was left out of repeats is neither the best nor told from it.
+
+Intervals take pairs for independent. Two servers are not slow together, so pairs of neighbouring turns may be
+alike: `--block 4` takes the mean of every four of them for one.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
-import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +24,7 @@ import numpy as np
 
 from draftdial.controller.bench_adjust import adjusted
 from draftdial.controller.bench_report import Run, paired_logs, throughput
+from draftdial.controller.host_time import HostTime
 from draftdial.controller.signals import FloatArray
 from draftdial.controller.statistics import combined_interval
 
@@ -27,28 +33,35 @@ POLICY, NO_SPEC, RULE = "steer", "no-spec", "policy:sglang-adaptive"
 
 COLUMNS = (
     *("acceptance", "C", "repeats", "policy, tok/s", "best fixed", "policy ÷ best"),
-    *("÷ no speculation", "÷ adaptive", "off ÷ no speculation"),
+    *("÷ no speculation", "÷ adaptive", "off ÷ no speculation", "policy's k", "host busy, ms"),
 )
 
 
-def main(paths: list[str]) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("files", nargs="+")
+    parser.add_argument("--only", nargs="+", help="these benches of a file that holds several")
+    parser.add_argument("--block", type=int, default=1, help="consecutive pairs that count as one")
+    args = parser.parse_args()
     print(f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", sep="\n")
     by_kind: dict[str, list[FloatArray]] = {}
-    for path in paths:
+    for path in args.files:
         document = json.loads(Path(path).read_text())
-        for bench in document.get("benches", {path: document}).values():
+        for name, bench in document.get("benches", {path: document}).items():
+            if args.only and name not in args.only:
+                continue
             kind = ",".join(bench["options"]["domains"])
             for load in dict.fromkeys(run["load"] for run in bench["runs"]):
                 runs = [run for run in bench["runs"] if run["load"] == load]
                 if bench["options"].get("switchback"):
                     runs = adjusted(runs)
                 by_arm = arms_of(runs)
-                print(f"| {kind} | {load:g} | {row(by_arm)} |")
+                print(f"| {kind} | {load:g} | {row(by_arm, args.block)} |")
                 if rates := rates_of_fixed(by_arm):
                     best = next(iter(rates))
-                    by_kind.setdefault(kind, []).append(paired_logs(by_arm[best], by_arm[POLICY]))
+                    by_kind.setdefault(kind, []).append(pairs_of(by_arm, best, POLICY, args.block))
     for kind, loads in by_kind.items():
-        print(f"| {kind} | all {len(loads)} | | | | {interval(combined_interval(loads))} | | | |")
+        print(f"| {kind} | all {len(loads)} | | | | {interval(combined_interval(loads))} | | | | | |")
 
 
 def arms_of(runs: list[Run]) -> dict[str, list[Run]]:
@@ -68,21 +81,49 @@ def rates_of_fixed(by_arm: dict[str, list[Run]]) -> dict[str, float]:
     return dict(sorted(rates.items(), key=lambda item: -item[1]))
 
 
-def row(by_arm: dict[str, list[Run]]) -> str:
+def row(by_arm: dict[str, list[Run]], block: int) -> str:
     columns: list[Any] = [len(by_arm[POLICY]), f"{np.mean([throughput(run) for run in by_arm[POLICY]]):,.0f}"]
+    compared = [POLICY]
     if rates := rates_of_fixed(by_arm):
         best = next(iter(rates))
+        compared.append(best)
         near = [arm for arm in rates if arm != best and ratio(by_arm, arm, best)[2] >= 0]
-        columns += [best + (f" ({', '.join(near)})" if near else ""), shown(by_arm, best)]
+        columns += [best + (f" ({', '.join(near)})" if near else ""), shown(by_arm, best, block)]
     else:
         columns += ["", ""]
-    columns += [shown(by_arm, NO_SPEC), shown(by_arm, RULE), shown(by_arm, NO_SPEC, "off")]
+    columns += [shown(by_arm, NO_SPEC, block), shown(by_arm, RULE, block)]
+    columns.append(shown(by_arm, NO_SPEC, block, "off"))
+    columns += [share_of_k(by_arm[POLICY]), " / ".join(host_ms(by_arm[arm]) for arm in compared)]
     return " | ".join(map(str, columns))
 
 
-def shown(by_arm: dict[str, list[Run]], rival: str, arm: str = POLICY) -> str:
-    pairs = paired_logs(by_arm.get(rival, []), by_arm.get(arm, []))
+def shown(by_arm: dict[str, list[Run]], rival: str, block: int, arm: str = POLICY) -> str:
+    pairs = pairs_of(by_arm, rival, arm, block)
     return interval(combined_interval([pairs]), f"; {len(pairs)}") if len(pairs) > 1 else ""
+
+
+def pairs_of(by_arm: dict[str, list[Run]], rival: str, arm: str, block: int) -> FloatArray:
+    """Log of the ratio of each `block` consecutive pairs; what is left over at the end is left out."""
+    pairs = paired_logs(by_arm.get(rival, []), by_arm.get(arm, []))
+    whole = len(pairs) // block * block
+    means: FloatArray = pairs[:whole].reshape(-1, block).mean(axis=1)
+    return means
+
+
+def share_of_k(runs: list[Run]) -> str:
+    """Of the rounds, those of 1 % and more."""
+    rounds: Counter[str] = Counter()
+    for run in runs:
+        rounds.update(run.get("rounds_at_k", {}))
+    shares = {k: 100 * number / rounds.total() for k, number in rounds.most_common()}
+    return ", ".join(f"{k}: {share:.1f} %" for k, share in shares.items() if share >= 1)
+
+
+def host_ms(runs: list[Run]) -> str:
+    """In a round with drafts, or at k = 0 where only that is known."""
+    host = HostTime.of(runs)
+    ms = host.off_ms if host.drafts_ms is None else host.drafts_ms
+    return "?" if ms is None else f"{ms:.1f}"
 
 
 def ratio(by_arm: dict[str, list[Run]], arm: str, rival: str) -> tuple[float, float, float]:
@@ -96,4 +137,4 @@ def interval(logs: tuple[float, float, float], more: str = "") -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
