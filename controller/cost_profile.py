@@ -23,7 +23,7 @@ from draftdial.controller.profile_document import (
     check_document,
     parse_document,
 )
-from draftdial.controller.round_table import cell_knots, fold, prefill_knots
+from draftdial.controller.round_table import cell_knots, fold, no_less, prefill_knots
 from draftdial.controller.signals import FloatArray, IntArray
 
 OffMode = Literal["warm", "skip", "kv-only", "nospec"]
@@ -262,8 +262,9 @@ class CostProfile:
         told = ", ".join(f"{row} {ms:.2f} ms" for row, ms in least_ms.items())
         document["description"] = f"On a host that is busy in each round: {told}. {document['description']}"
         for row in document["rows"]:
-            for cell in row["cells"]:
-                cell["round_ms"] = [max(time, least_ms.get(row["row"], 0.0)) for time in cell["round_ms"]]
+            for cell in row["cells"] if row["row"] in least_ms else ():
+                knots = no_less(cell["context_tokens"], cell["round_ms"], least_ms[row["row"]])
+                cell["context_tokens"], cell["round_ms"] = knots
         return self._from_checked(document)
 
     def to_document(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from draftdial.controller.signals import FloatArray, IntArray
 
 _LEAST_SHARE = 0.2  # extrapolating a steep cell to a short context must not reach zero
+_LONGEST_TOKENS = 1e7  # no request is so long
 _FAR_TOKENS = 2.0**31  # a knot no prefill reaches: carries the last slope past the measured range
 
 
@@ -18,6 +20,38 @@ def cell_knots(rows: list[dict[str, Any]]) -> tuple[FloatArray, FloatArray]:
     contexts = [[_continued(cell["context_tokens"], num_knots) for cell in row["cells"]] for row in rows]
     times = [[_continued(cell["round_ms"], num_knots) for cell in row["cells"]] for row in rows]
     return np.array(contexts, np.float64), np.array(times, np.float64) / 1e3
+
+
+def no_less(contexts: list[float], times: list[float], least: float) -> tuple[list[float], list[float]]:
+    """Knots of a cell that costs `least` wherever the line through these knots, carried on, is below it.
+
+    Where it is below nowhere, these very knots.
+    """
+    line = list(zip(contexts, times, strict=True))
+    (first, time), (second, later) = line[:2]
+    if first > 0 and least > _LEAST_SHARE * time:
+        line.insert(0, (0.0, time - first * (later - time) / (second - first)))
+    (before, earlier), (last, time) = line[-2:]
+    slope = (time - earlier) / (last - before)
+    if time < least < time + slope * _LONGEST_TOKENS:  # as far again behind the crossing
+        line.append((last + 2 * (least - time) / slope, 2 * least - time))
+    if all(time >= least for _, time in line):
+        return contexts, times
+    knots: list[tuple[float, float]] = []
+    for (here, time), (there, later) in itertools.pairwise(line):
+        knots.append((here, max(time, least)))
+        if (time < least) != (later < least):
+            crossing = here + (least - time) / (later - time) * (there - here)
+            if here < crossing < there:
+                knots.append((crossing, least))
+    knots.append((line[-1][0], max(line[-1][1], least)))
+    needed = [knots[0], knots[-1]]
+    needed[1:1] = [
+        knot
+        for (_, left), knot, (_, right) in zip(knots, knots[1:], knots[2:], strict=False)
+        if not left == knot[1] == right == least
+    ]
+    return [context for context, _ in needed], [time for _, time in needed]
 
 
 def _continued(values: list[float], length: int) -> list[float]:

@@ -330,12 +330,35 @@ def test_scaling_multiplies_each_cell_and_leaves_the_original() -> None:
 def test_no_round_is_shorter_than_the_host_is_busy() -> None:
     profile = tiny()
     slower = profile.no_faster_than({0: 10.5, 2: 1.0}, "skip")
-    rows = {name: i for i, name in enumerate(profile.rows)}
-    floors = np.full(len(rows), 0.0)
-    floors[rows["off-skip"]], floors[rows["k=2"]] = 10.5e-3, 1e-3
-    expected = np.maximum(profile.knot_round_s, floors[:, None, None])
-    np.testing.assert_allclose(slower.knot_round_s, expected, rtol=1e-12)
-    assert (slower.knot_round_s > profile.knot_round_s).any() and profile.document == tiny_document()
+    check_floors(profile, slower, "skip", [10.5, 1.0])
+    check_floors(profile, slower, "warm", [0.0, 1.0])
+    assert profile.document == tiny_document()
+    same = profile.no_faster_than({0: 1e-3, 2: 1e-3}, "skip")
+    assert same.document["rows"] == profile.document["rows"], "it is never so short"
+
+
+@pytest.mark.parametrize("name", ["h200-llama3-8b", "qwen3-235b-a22b"])
+@pytest.mark.parametrize("busy_ms", [3.0, 6.2, 7.2, 30.0, 1e4])
+def test_a_busy_hosts_rounds_are_exact_between_knots_and_beyond(name: str, busy_ms: float) -> None:
+    profile = CostProfile.load(name)
+    least_ms = [0.5 * busy_ms, *[busy_ms] * (len(profile.tiers) - 1)]
+    slower = profile.no_faster_than(dict(zip(profile.tiers, least_ms, strict=True)), "warm")
+    check_floors(profile, slower, "warm", least_ms)
+    again = slower.no_faster_than(dict(zip(profile.tiers, least_ms, strict=True)), "warm")
+    assert again.document["rows"] == slower.document["rows"]
+
+
+def check_floors(profile: CostProfile, slower: CostProfile, off_mode: OffMode, least_ms: list[float]) -> None:
+    """Wherever the GPU is done sooner, a round of `slower` takes `least_ms` of its tier, else what it did."""
+    running, context = np.meshgrid(
+        np.arange(1, profile.captured_batches[-1] + 1),
+        [0, 1, 50, 99, 100, 150, 700, 1250, 3250, 12_000, 200_000],
+    )
+    expected = np.maximum(
+        profile.round_s(running.ravel(), context.ravel(), off_mode), 1e-3 * np.array(least_ms)
+    )
+    found = slower.round_s(running.ravel(), context.ravel(), off_mode)
+    np.testing.assert_allclose(found, expected, rtol=1e-9)
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
