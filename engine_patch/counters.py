@@ -46,7 +46,7 @@ class Counters:
     rounds_at_k: dict[int, int]
     """Rounds launched at each tier."""
     seconds_at_k: dict[int, float]
-    """Measured from one launch to the next, where no prefill came between; for people, not for decisions."""
+    """Measured from one launch to the next, where no prefill or pause came between; for people alone."""
     steady_at_k: dict[int, Steady] = field(default_factory=dict)
     """Of rounds between two of the same k; empty where it is not known what the host waits for."""
     launches: Launches = field(default_factory=Launches)

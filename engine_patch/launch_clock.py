@@ -15,7 +15,7 @@ class LaunchClock:
         self.sees_waits = False
         """Whether all that the host waits for the GPU is told to `waited`."""
         self._launched_s = 0.0
-        """When the newest batch was launched; 0.0 before the first."""
+        """When the newest batch was launched; 0.0 before the first, and the first after a pause."""
         self._k: int | None = None
         """Of the decided round that it was; None where it was none."""
         self._before_k: int | None = None
@@ -34,11 +34,15 @@ class LaunchClock:
             counters.seconds_at_k[self._k] += seconds
             if self.sees_waits and self._before_k == self._k == k:
                 counters.steady_at_k.setdefault(k, Steady()).add(seconds, waited_s)
-        if self.sees_waits and self._pending:  # else the server was idle
+        if self.sees_waits and self._pending and self._launched_s:  # else the server was idle or paused
             counters.launches.add(seconds, waited_s, is_prefill)
         self._pending += 1
         self._launched_s, self._waited_s = now, 0.0
         self._before_k, self._k = self._k, k
+
+    def paused(self) -> None:
+        """Nothing is launched until somebody lets the server go on: that time is of no batch."""
+        self._launched_s, self._k = 0.0, None
 
     def waited(self, seconds: float) -> None:
         """The host has waited so long for a result of the GPU, with nothing else to do."""

@@ -74,6 +74,14 @@ def steering_hooks(settings: Settings) -> list[Hook]:
     return wanted
 
 
+def clock_hooks() -> list[Hook]:
+    """What measured times alone need."""
+    from draftdial.engine_patch import steering
+    from draftdial.engine_patch.compat import Hook
+
+    return [Hook(f"{SCHEDULER}.Scheduler.pause_generation", "after", steering.after_pause_generation)]
+
+
 def dead_targets(settings: Settings) -> list[str]:
     """Those of `steering_hooks` that are not in place: SGLang only logs a target that it does not find."""
     from sglang.srt.plugins.hook_registry import HookRegistry
@@ -99,7 +107,7 @@ def _register_hooks(settings: Settings) -> None:
     else:
         wanted = steering_hooks(settings)
         # None of these does steering depend on: without them a round is as SGLang has it.
-        wanted += kv_lengths.hooks(compat.release())
+        wanted += clock_hooks() + kv_lengths.hooks(compat.release())
         if settings.kv_only:
             wanted += kv_only.hooks()
         if torch.cuda.is_available():

@@ -224,6 +224,13 @@ def after_add_request_to_queue(
         bound.fail("queue", error)
 
 
+def after_pause_generation(returned: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER `Scheduler.pause_generation`."""
+    bound = dial.current()
+    if bound is not None:
+        bound.clock.paused()
+
+
 def _settings() -> Settings:
     settings = Settings.from_environment()
     assert settings is not None, "hooks are registered only where there are settings"

@@ -194,6 +194,28 @@ def test_launches_are_counted_while_the_server_is_busy(
         assert status[name] == before[name]
 
 
+def test_a_pause_is_the_time_of_no_round(
+    make_dial: Callable[..., Dial], make_policy_file: Callable[..., PolicyFile]
+) -> None:
+    dial = make_dial(make_policy_file(3))
+    dials.install(dial)
+    dial.clock.sees_waits = True
+    counters, pause_s = dial.counters, 0.3
+    run_rounds(dial, 4, [1])  # none of their results is read: the newest is in flight as the server is paused
+    before = (counters.seconds_at_k[3], counters.steady_at_k[3].rounds, counters.launches.seconds)
+    steering.after_pause_generation(None, "scheduler", "request")
+    time.sleep(pause_s)
+    run_rounds(dial, 1, [1])
+    assert before == (counters.seconds_at_k[3], counters.steady_at_k[3].rounds, counters.launches.seconds)
+    run_rounds(dial, 3, [1])
+    steady = counters.steady_at_k[3]
+    assert steady.rounds == before[1] + 2, "the round after the pause is not between two others"
+    assert before[0] < counters.seconds_at_k[3] < pause_s
+    assert before[2] < counters.launches.seconds < pause_s and steady.seconds < pause_s
+    dials.install(None)
+    steering.after_pause_generation(None, "scheduler", "request")
+
+
 @pytest.mark.parametrize(
     ("scheduler", "known"),
     [

@@ -78,6 +78,33 @@ def test_a_profile_is_continued_where_it_stopped(steered: SteeredServer, tmp_pat
     assert all(again[name] == result for name, result in whole["results"].items())
 
 
+def test_a_profile_that_is_interrupted_says_so_and_goes_on(steered: SteeredServer, tmp_path: Path) -> None:
+    out, kept = tmp_path / "tiny.json", tmp_path / "tiny.measurements.json"
+    arguments = ("profile", steered.url, "--out", str(out), *SMALL)
+    profile = subprocess.Popen(
+        [sys.executable, "-m", "draftdial.controller.cli", *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        while not kept.exists():
+            assert profile.poll() is None
+            time.sleep(0.02)
+        profile.send_signal(signal.SIGINT)
+        _, error = profile.communicate(timeout=600)
+    finally:
+        profile.kill()
+    said = f"draftdial profile: interrupted; {kept} keeps what was measured, and the same command goes on"
+    assert (profile.returncode, error) == (130, f"{said}; putting the server back\n")
+    assert "draftdial_timing" not in steered.internal_state()
+    begun = json.loads(kept.read_text())["results"]
+    done = steered.command(*arguments)
+    assert done.returncode == 0 and only_warnings(done.stderr), done
+    results = json.loads(kept.read_text())["results"]
+    assert begun and all(results[name]["repeats"][0] == begun[name]["repeats"][0] for name in begun)
+
+
 def test_a_kv_only_server_s_prefills_are_measured_with_and_without_the_draft(
     models: Path, tmp_path: Path
 ) -> None:
@@ -207,6 +234,22 @@ def test_a_server_counts_the_output_tokens_that_clients_get(
     tokens = tokens_of(Sending(steered, requests).answers())
     steered.set(draftdial_force_k=-1)
     assert steered.status()["output_tokens"] - before == sum(map(len, tokens))
+
+
+def test_a_pause_is_the_time_of_no_round(steered: SteeredServer) -> None:
+    def decoding_s() -> float:
+        return sum(seconds for name, seconds in steered.status().items() if name.startswith("seconds_at_k."))
+
+    before_s, began_s, pause_s = decoding_s(), time.monotonic(), 3.0
+    sending = Sending(steered, [Request((5, 6, 7), 400)])
+    steered.await_rounds(20)
+    steered.post("/pause_generation", {"mode": "in_place"})
+    time.sleep(pause_s)
+    assert not sending.done()
+    steered.post("/continue_generation", {})
+    sending.answers()
+    passed_s = time.monotonic() - began_s
+    assert 0 < decoding_s() - before_s < passed_s - 0.9 * pause_s
 
 
 def test_requests_that_fail_fail_the_benchmark(steered: SteeredServer, tmp_path: Path) -> None:

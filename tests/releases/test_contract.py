@@ -42,6 +42,7 @@ RELEASE = os.environ["SGLANG_RELEASE"]
 ROOT = Path(sglang.__file__).parent.parent
 HOOKS = [
     *plugin.hooks(),
+    *plugin.clock_hooks(),
     *compat.hooks(RELEASE),
     *acceptance_replay.hooks(),
     *kv_only.hooks(),
@@ -58,6 +59,7 @@ TAKES = {
     "SchedulerBatchResultProcessor._resolve_spec_v2_tokens": ["self", "result", "batch"],
     "Scheduler.set_internal_state": ["self", "recv_req"],
     "Scheduler.get_internal_state": ["self", "recv_req"],
+    "Scheduler.pause_generation": ["self", "recv_req"],
     "ModelRunner.max_decode_logits_rows": ["self"],
     "ServerArgs.override": ["self", "source"],
     "RuntimeContext.override": ["self", "source"],
@@ -161,6 +163,12 @@ def test_lengths_of_kv_are_read_one_by_one_where_they_are_made_a_list() -> None:
 def test_the_scheduler_has_what_is_read(name: str) -> None:
     text = source(f"{SRT}.managers.scheduler")
     assert re.search(rf"\bself\.{name}\b(: [^=\n]+)? = |self\.{name},$|^ +self\.{name}$", text, re.MULTILINE)
+
+
+def test_nothing_else_pauses_the_scheduler() -> None:
+    paused = "self._engine_paused = True"
+    assert source(plugin.SCHEDULER).count(paused) == 1
+    assert paused in ast.unparse(function(f"{plugin.SCHEDULER}.Scheduler.pause_generation"))
 
 
 def test_requests_have_what_is_read_and_take_an_attribute() -> None:
