@@ -17,6 +17,7 @@ from types import MappingProxyType, TracebackType
 from typing import Self
 
 from draftdial.controller.errors import UserError
+from draftdial.controller.interrupts import uninterrupted
 from draftdial.engine_patch.settings import POLICY
 
 START_S = 1800.0
@@ -65,7 +66,8 @@ class LaunchedServer(AbstractContextManager["LaunchedServer"]):
                     raise UserError(f"the server was not healthy after {START_S:.0f} s: see {self._log}")
                 time.sleep(0.5)
         except BaseException:
-            self._end()
+            with uninterrupted():
+                self._end()
             raise
         return self
 
@@ -75,7 +77,8 @@ class LaunchedServer(AbstractContextManager["LaunchedServer"]):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._end()
+        with uninterrupted():
+            self._end()
 
     def _is_healthy(self) -> bool:
         try:
