@@ -199,7 +199,9 @@ class Dial:
         last, signals = self._last, self.signals
         is_decided = last.is_new and signals is not None
         self.clock.launched(
-            last.k if is_decided else None, is_prefill=signals is not None and signals.is_prefill
+            last.k if is_decided else None,
+            is_prefill=signals is not None and signals.is_prefill,
+            has_waited=signals is not None and signals.has_grammar and not signals.is_prefill,
         )
         if signals is None or not is_decided:
             return None

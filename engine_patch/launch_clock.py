@@ -25,16 +25,20 @@ class LaunchClock:
         self._pending = 0
         """Batches whose result has not been read."""
 
-    def launched(self, k: int | None, *, is_prefill: bool) -> None:
-        """A batch was launched: a decided round of `k`, or none."""
+    def launched(self, k: int | None, *, is_prefill: bool, has_waited: bool = False) -> None:
+        """A batch was launched: a decided round of `k`, or none.
+
+        `has_waited`: for a time that is not known the host waited for the GPU in that.
+        """
         now = time.perf_counter()
         seconds, waited_s = now - self._launched_s, self._waited_s
-        counters = self._counters
+        counters, sees_waits = self._counters, self.sees_waits and not has_waited
         if k is not None and self._k is not None:
             counters.seconds_at_k[self._k] += seconds
-            if self.sees_waits and self._before_k == self._k == k:
+            if sees_waits and self._before_k == self._k == k:
                 counters.steady_at_k.setdefault(k, Steady()).add(seconds, waited_s)
-        if self.sees_waits and self._pending and self._launched_s:  # else the server was idle or paused
+        is_busy = self._pending > 0 and self._launched_s > 0.0  # else the server was idle or paused
+        if sees_waits and is_busy and (k is not None or is_prefill):  # other batches are health checks
             counters.launches.add(seconds, waited_s, is_prefill)
         self._pending += 1
         self._launched_s, self._waited_s = now, 0.0

@@ -68,6 +68,8 @@ class SchedulerSignals:
         self._rows: list[Any] = []
         """Requests of the batch launched last."""
         self.is_prefill = False
+        self.has_grammar = False
+        """Is there structured output in it? A round then waits for the one before, to know what may come."""
         self._chunked: Any = None
         self._kv_used_tokens = _kv_counter(scheduler)
         self._kv_pool_tokens = int(scheduler.max_total_num_tokens)
@@ -109,6 +111,7 @@ class SchedulerSignals:
     def launching(self, batch: Any) -> None:
         """`batch` is about to run: a prefill takes its requests out of the queue and into the server."""
         self._rows, self.is_prefill = batch.reqs, batch.forward_mode.is_extend()
+        self.has_grammar = batch.has_grammar
         if not self.is_prefill:
             return
         self._num_prefill_tokens += batch.extend_num_tokens or 0

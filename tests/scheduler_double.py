@@ -94,6 +94,7 @@ class SchedulerDouble:
             reqs=list(requests),
             forward_mode=Mode("extend"),
             extend_num_tokens=tokens,
+            has_grammar=False,
             chunked=self.chunked_req,
         )
         for request in requests:
@@ -106,7 +107,9 @@ class SchedulerDouble:
         """One decode round, `accepted` drafts for each request (all where None); its k."""
         self._merge()
         self.running_batch.reqs = [r for r in self.running_batch.reqs if r.finished_reason is None]
-        batch = SimpleNamespace(reqs=list(self.running_batch.reqs), forward_mode=Mode("decode"))
+        batch = SimpleNamespace(
+            reqs=list(self.running_batch.reqs), forward_mode=Mode("decode"), has_grammar=False
+        )
         self.signals.launching(batch)
         if self.dial is None:
             self.signals.row(len(batch.reqs))

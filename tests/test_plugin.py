@@ -87,7 +87,7 @@ def test_an_error_of_the_plugin_does_not_reach_the_scheduler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = make_dial(make_policy_file(1))
-    made.signals = SimpleNamespace(is_prefill=False)  # type: ignore[assignment]
+    made.signals = SimpleNamespace(is_prefill=False, has_grammar=False)  # type: ignore[assignment]
     monkeypatch.setattr(dial, "_current", made)
     result = SimpleNamespace()
     setattr(result, ROUND_ATTRIBUTE, 3)

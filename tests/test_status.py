@@ -33,7 +33,7 @@ class OneBatch:
         self.values.mean_context_tokens[0] = 700
         self.round_id = -1
         self.processed_s = 0.0
-        self.is_prefill = False
+        self.is_prefill = self.has_grammar = False
 
     def output_tokens(self) -> int:
         return 12
@@ -214,6 +214,36 @@ def test_a_pause_is_the_time_of_no_round(
     assert before[2] < counters.launches.seconds < pause_s and steady.seconds < pause_s
     dials.install(None)
     steering.after_pause_generation(None, "scheduler", "request")
+
+
+def test_rounds_of_nothing_but_health_checks_are_no_launches(
+    make_dial: Callable[..., Dial], make_policy_file: Callable[..., PolicyFile]
+) -> None:
+    dial = make_dial(make_policy_file(3))
+    dial.clock.sees_waits = True
+    run_rounds(dial, 2, [1])
+    seconds = dial.counters.launches.seconds
+    assert dial.launched() is None, "the policy was not asked"
+    assert dial.counters.launches.seconds == seconds
+    run_rounds(dial, 1, [1])
+    assert dial.counters.launches.seconds > seconds
+
+
+def test_what_a_round_waits_for_by_its_grammar_is_not_the_hosts_work(
+    make_dial: Callable[..., Dial], make_policy_file: Callable[..., PolicyFile]
+) -> None:
+    dial = make_dial(make_policy_file(3))
+    dial.clock.sees_waits = True
+    run_rounds(dial, 4, [1])
+    counters = dial.counters
+    steady, launched, seconds = counters.steady_at_k[3], counters.launches, counters.seconds_at_k[3]
+    assert isinstance(dial.signals, OneBatch)
+    for has_grammar, counts in ((True, 0), (False, 1)):
+        before = (steady.rounds, launched.seconds)
+        dial.signals.has_grammar = has_grammar
+        run_rounds(dial, 1, [1])
+        assert steady.rounds == before[0] + counts and (launched.seconds > before[1]) == counts
+    assert counters.seconds_at_k[3] > seconds, "which is the GPU's as well"
 
 
 @pytest.mark.parametrize(

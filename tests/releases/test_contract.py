@@ -190,7 +190,8 @@ def test_requests_have_what_is_read_and_take_an_attribute() -> None:
 
 def test_batches_have_what_is_read() -> None:
     fields = annotated(class_of(f"{SRT}.managers.schedule_batch", "ScheduleBatch"))
-    assert {"reqs", "extend_num_tokens", "forward_mode", "req_pool_indices", "seq_lens"} <= fields
+    assert {"reqs", "extend_num_tokens", "forward_mode", "has_grammar"} <= fields
+    assert {"req_pool_indices", "seq_lens"} <= fields
 
 
 def test_results_say_their_width_and_take_an_attribute() -> None:
