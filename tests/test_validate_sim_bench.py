@@ -372,3 +372,41 @@ def test_what_is_named_must_be_one_of_the_three(
     assert main(command(served, *words)) == 2
     error = capsys.readouterr().err
     assert complaint in error and error.count("\n") == 1
+
+
+def test_the_published_runs_come_to_what_is_said_of_them(tmp_path: Path) -> None:
+    """As tests/gpu/README.md has it, on what docs/results holds; docs/fidelity.md and results.md say it."""
+    root = Path(__file__).parent.parent
+    results, scripts = root / "docs" / "results" / "h200-one-gpu-2026-11-30", root / "tests" / "gpu"
+
+    def ran(*words: str | Path) -> str:
+        return subprocess.run(
+            [sys.executable, *map(str, words)], cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stdout
+
+    domains = ("finance", "maths", "chat", "code", "reasoning", "poor")
+    command = ["export-acceptance", *domains, "--seed", "20261130", "--arrays", "256", "--out"]
+    assert main([*command, str(tmp_path)]) == 0
+    ran(scripts / "short_requests.py", ".")
+    ran(scripts / "unpack.py", f"{results}.json", "raw")
+    parts = ("good-low", "good-mid", "mixed-low", "mixed-mid")
+    given = [word for domain in sorted(domains) for word in ("--acceptance", f"{domain}.jsonl")]
+    given += [word for part in parts for word in ("--policy", f"{results}/{part}.safetensors")]
+    benches = [f"raw/{part}/bench.json" for part in parts]
+    command = ["-m", "draftdial.controller.cli", "validate-sim", *benches, *given]
+    summary = json.loads(ran(*command, "--profile", "h200-llama3-8b", "--json"))["summary"]
+    said = (root / "docs" / "fidelity.md").read_text()
+    for share, name in (
+        (".1%", "throughput_error_mean"),
+        (".1%", "throughput_error_mean_on_its_host"),
+        (".1%", "throughput_error_mean_fixed_k"),
+        (".0%", "same_best_k_share_on_its_host"),
+        (".1%", "best_k_loss_max"),
+    ):
+        assert format(summary[name], share).replace("%", " %") in said, (name, summary[name])
+    text = (root / "docs" / "results.md").read_text()
+    rows = [line.split("|") for line in ran(scripts / "equal_host.py", *given, *benches).splitlines()[2:]]
+    assert len(rows) == 14
+    for row in rows[:12]:
+        ratio = "{:.2f} ({:.2f} to {:.2f})".format(*map(float, re.findall(r"[\d.]+", row[6])))
+        assert f"| k = {row[5].strip()[-1]}: {ratio} |" in text, row

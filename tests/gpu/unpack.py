@@ -1,0 +1,22 @@
+"""Writes the benches that a file of docs/results holds to FOLDER/NAME/bench.json: unpack.py FILE FOLDER.
+
+`draftdial validate-sim` and `equal_host.py` read them, in the folder that holds INPUT's traces (README.md).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+
+def main(file: str, folder: str) -> None:
+    for name, bench in json.loads(Path(file).read_text())["benches"].items():
+        path = Path(folder, name, "bench.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(bench))
+        print(path)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
