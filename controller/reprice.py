@@ -28,15 +28,22 @@ def run(args: argparse.Namespace) -> int:
     """Write the file and say how long a round takes at least.
 
     Raises:
-        UserError: no policy file, no benchmark, or one that does not know how long the host was busy.
+        UserError: no policy file, no benchmark, or one that does not know how long the host was busy, or of a
+            server with another k = 0.
     """
     old = read(args.policy)
     document = _document(args.bench)
     try:
         runs = [run for run in document["runs"] if not run["failed"]]
         host = host_of_lightest(runs, str(args.bench))
+        off_mode = document.get("server", {}).get("status", {}).get("off_mode", old.card["off_mode"])
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise UserError(f"{args.bench}: not as `draftdial bench` writes it here: {error!r}") from None
+    if off_mode != old.card["off_mode"]:
+        raise UserError(
+            f"{args.bench}: server.status.off_mode: found {off_mode}, allowed: {old.card['off_mode']}, "
+            f"the policy's: a bench of its own server"
+        )
     new = on_busy_host(old, host)
     try:
         write(args.out, new)

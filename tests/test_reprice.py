@@ -109,6 +109,20 @@ def test_a_bench_that_does_not_know_the_host_is_refused(
     assert not out.exists()
 
 
+def test_a_bench_of_a_server_with_another_off_mode_is_refused(
+    make_policy_file: Callable[..., PolicyFile], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its host is busy for another time in a round at k = 0."""
+    path, out = file_at(tmp_path / "old.safetensors", make_policy_file()), tmp_path / "new.safetensors"
+    bench = Path(bench_of(tmp_path, run_of(1.0, {"1": 9.0})))
+    document = json.loads(bench.read_text())
+    for off_mode, status in (("skip", 2), ("warm", 0)):
+        bench.write_text(json.dumps(document | {"server": {"status": {"off_mode": off_mode}}}))
+        assert main(["reprice", path, str(bench), "--out", str(out)]) == status
+        assert out.exists() == (status == 0)
+    assert "server.status.off_mode: found skip, allowed: warm" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "runs",
     [
