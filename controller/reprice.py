@@ -13,6 +13,7 @@ from draftdial.controller.errors import UserError
 from draftdial.controller.host_time import HostTime
 from draftdial.controller.policy_export import repriced
 from draftdial.controller.policy_file import PolicyFile, read, write
+from draftdial.engine_patch.settings import fits
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -39,10 +40,10 @@ def run(args: argparse.Namespace) -> int:
         off_mode = document.get("server", {}).get("status", {}).get("off_mode", old.card["off_mode"])
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise UserError(f"{args.bench}: not as `draftdial bench` writes it here: {error!r}") from None
-    if off_mode != old.card["off_mode"]:
+    if not fits(old.card["off_mode"], off_mode):
         raise UserError(
-            f"{args.bench}: server.status.off_mode: found {off_mode}, allowed: {old.card['off_mode']}, "
-            f"the policy's: a bench of its own server"
+            f"{args.bench}: server.status.off_mode: found {off_mode}, allowed: {old.card['off_mode']}: "
+            f"a bench of a server that takes {args.policy}"
         )
     new = on_busy_host(old, host)
     try:

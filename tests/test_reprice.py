@@ -116,7 +116,8 @@ def test_a_bench_of_a_server_with_another_off_mode_is_refused(
     path, out = file_at(tmp_path / "old.safetensors", make_policy_file()), tmp_path / "new.safetensors"
     bench = Path(bench_of(tmp_path, run_of(1.0, {"1": 9.0})))
     document = json.loads(bench.read_text())
-    for off_mode, status in (("skip", 2), ("warm", 0)):
+    for off_mode, status in (("skip", 2), ("warm", 0), ("kv-only", 0)):
+        out.unlink(missing_ok=True)
         bench.write_text(json.dumps(document | {"server": {"status": {"off_mode": off_mode}}}))
         assert main(["reprice", path, str(bench), "--out", str(out)]) == status
         assert out.exists() == (status == 0)
