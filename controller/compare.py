@@ -165,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(to_json(document))
         return 0
     if contest.suite.name != "full":
-        print("short run: cells too short for most verdicts; --full runs the whole comparison\n")
+        print("short run: cells too short for many verdicts; --full runs the whole comparison\n")
     for note in notes(contest.workloads, contest.acceptance):
         print(f"{note}\n")
     print_report(document, sys.stdout)

@@ -103,6 +103,7 @@ def _card_lines(file: PolicyFile) -> Iterator[str]:
     yield from _entry("format", f"{version['major']}.{version['minor']}, {len(file.data):,} bytes")
     yield from _entry("tiers", f"k = {', '.join(map(str, card['tiers']))}; off mode {card['off_mode']}")
     yield from _entry("profile", f"{document['name']} ({document['model']} on {document['hardware']})")
+    yield from _entry("", document["description"])
     yield from _entry("", f"sha256 {card['cost_profile']['sha256']}")
     yield from _entry(
         "fallback", f"k = {fallback['k']} while at most {fallback['batch']} run, else {card['tiers'][0]}"

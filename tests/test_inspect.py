@@ -105,6 +105,7 @@ def test_settled_k_of_a_learned_policy_is_the_best_tier_of_the_profile(learned_p
 def test_card_of_a_learned_policy_in_words(learned_path: Path) -> None:
     text = describe(learned_path)
     assert "mine (learned), id " in text
+    assert "Measured by `draftdial profile` on a running server." in text, "a repriced file says so there"
     assert "k = 0, 1, 2, 3, 5, 7; off mode warm" in text
     assert "k = 3 while at most 48 run, else 0" in text
     assert "72 features, 2 x 8 tanh, 6 logits; the last 20 features" in text

@@ -11,7 +11,10 @@ from pathlib import Path
 
 
 def main(file: str, folder: str) -> None:
-    for name, bench in json.loads(Path(file).read_text())["benches"].items():
+    benches = json.loads(Path(file).read_text()).get("benches")
+    if not benches:
+        sys.exit(f"{file}: holds no `benches`, only what was made of them")
+    for name, bench in benches.items():
         path = Path(folder, name, "bench.json")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(bench))
@@ -19,4 +22,6 @@ def main(file: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: unpack.py FILE FOLDER")
     main(*sys.argv[1:])
