@@ -54,7 +54,18 @@ def bench_cells(
         print(f"draftdial: cannot be simulated, left out: {', '.join(left_out)}", file=sys.stderr)
     if not pairs:
         raise UserError(f"{benches[0].source}: no run of an arm that can be simulated")
+    _tell_of_assumed_rounds({load for _, _, load, _ in pairs if load is not None}, profile)
     return [_cell(place, found, rates[place], hosted.get(place, [])) for place, found in pairs.items()]
+
+
+def _tell_of_assumed_rounds(loads: set[float], profile: CostProfile) -> None:
+    most = int(profile.captured_batches.max())
+    if beyond := sorted(load for load in loads if load > most):
+        print(
+            f"draftdial: warning: C = {', '.join(f'{load:g}' for load in beyond)}: profile {profile.name} "
+            f"has batches up to {most}; beyond, what its rounds take is assumed (`eager`)",
+            file=sys.stderr,
+        )
 
 
 def _check_policies(benches: Sequence[ServedBench], files: Mapping[str, PolicyFile]) -> None:

@@ -246,6 +246,21 @@ def test_a_bench_that_cannot_be_simulated_is_one_line(
     assert not (served.folder / "out").exists()
 
 
+def test_more_requests_than_the_profile_has_batches_for_are_warned_of(
+    served: SimulatedBenches, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench, path = served.bench("bench.json", "good"), served.folder / "server.json"
+    assert main(command(served, bench)) == 0
+    assert "batches up to" not in capsys.readouterr().err
+    smaller = json.loads(path.read_text())
+    smaller["captured_batches"] = [1, 2]
+    for row in smaller["rows"]:
+        row["cells"] = [cell for cell in row["cells"] if cell["batch"] <= 2]
+    path.write_text(json.dumps(smaller))
+    assert main(command(served, bench)) == 0
+    assert "warning: C = 4: profile tiny has batches up to 2; beyond, " in capsys.readouterr().err
+
+
 def policies(*paths: Path) -> list[str]:
     return [word for path in paths for word in ("--policy", str(path))]
 
