@@ -57,6 +57,8 @@ class _Request:
 class _Batch:
     """A batch, its own forward mode."""
 
+    has_grammar = False
+
     def __init__(self, reqs: list[_Request], extend_num_tokens: int | None) -> None:
         self.reqs = reqs
         self.extend_num_tokens = extend_num_tokens
