@@ -86,8 +86,10 @@ def rule_file(
     return _loadable(pack(plain(card), {}))
 
 
-def repriced(file: PolicyFile, profile: CostProfile) -> PolicyFile:
-    """The same policy reckoning with other costs, for the same tiers; what it was evaluated at is left out.
+def repriced(file: PolicyFile, profile: CostProfile, evaluation: Mapping[str, Any]) -> PolicyFile:
+    """The same policy reckoning with other costs, for the same tiers.
+
+    `evaluation` replaces the file's own, which was of the costs before.
 
     Raises:
         UserError: the policy cannot be loaded, or not with this profile.
@@ -103,7 +105,9 @@ def repriced(file: PolicyFile, profile: CostProfile) -> PolicyFile:
             profile, card["off_mode"], ttft_limit_s=limits["ttft_s"], tpot_limit_s=limits["tpot_s"]
         )
         learned = LearnedPolicy(features, policy.network)
-        return learned_file(learned, name=card["name"], fallback=fallback, training=training, evaluation={})
+        return learned_file(
+            learned, name=card["name"], fallback=fallback, training=training, evaluation=evaluation
+        )
     rule = rule_from_card(card["rule"], card["tiers"], profile, card["off_mode"])
     return rule_file(rule, profile, card["off_mode"], name=card["name"], fallback=fallback, training=training)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from draftdial.controller.host_time import HostTime
 from draftdial.controller.policy_export import repriced
 from draftdial.controller.policy_file import PolicyFile, read, write
 from draftdial.engine_patch.settings import fits
+
+REPRICED = "repriced"
+"""In a card's evaluation: the host that a file reckons with. Prices only rise, so none is repriced twice."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -33,6 +37,8 @@ def run(args: argparse.Namespace) -> int:
             server with another k = 0.
     """
     old = read(args.policy)
+    if REPRICED in old.card["evaluation"]:
+        raise UserError(f"{args.policy}: found a repriced policy, allowed: the file that it was made from")
     document = _document(args.bench)
     try:
         runs = [run for run in document["runs"] if not run["failed"]]
@@ -52,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             f"--out: found {args.out}, allowed: a file that can be written ({error.strerror})"
         ) from None
-    at_zero = "what it did" if host.off_ms is None else f"{host.off_ms:.2f}"
-    least = f"{host.round_ms(1):.2f} ms with drafts, {at_zero} at k = 0"
+    at_zero = "as before (the benchmark has none)" if host.off_ms is None else f"{host.off_ms:.2f} ms"
+    least = f"{host.round_ms(1):.2f} ms with drafts; at k = 0 {at_zero}"
     print(f"{args.out}: {new.card['name']}, id {new.policy_id}; a round takes at least {least}")
     return 0
 
@@ -62,7 +68,8 @@ def on_busy_host(file: PolicyFile, host: HostTime) -> PolicyFile:
     """The same policy where no round is shorter than the host is busy in it."""
     profile = file.profile()
     least_ms = {k: ms for k in profile.tiers if (ms := host.round_ms(k))}
-    return repriced(file, profile.no_faster_than(least_ms, file.card["off_mode"]))
+    busier = profile.no_faster_than(least_ms, file.card["off_mode"])
+    return repriced(file, busier, {REPRICED: asdict(host)})
 
 
 def host_of_lightest(runs: Sequence[Run], source: str) -> HostTime:

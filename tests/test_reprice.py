@@ -55,7 +55,9 @@ def test_rounds_are_priced_by_the_lightest_load(
     )
     assert main(["reprice", file_at(tmp_path / "old.safetensors", old), bench, "--out", str(out)]) == 0
     new = read(out)
-    told = f"{out}: tiny, id {new.policy_id}; a round takes at least 50.00 ms with drafts, 90.00 at k = 0\n"
+    told = (
+        f"{out}: tiny, id {new.policy_id}; a round takes at least 50.00 ms with drafts; at k = 0 90.00 ms\n"
+    )
     assert capsys.readouterr().out == told
     before, after = old.profile(), new.profile()
     for context in (10, 5000):
@@ -67,7 +69,7 @@ def test_rounds_are_priced_by_the_lightest_load(
     )
     for name in ("name", "kind", "tiers", "training", "limits", "fallback", "features"):
         assert new.card[name] == old.card[name]
-    assert new.card["evaluation"] == {}
+    assert new.card["evaluation"] == {"repriced": {"off_ms": 90.0, "drafts_ms": 50.0, "prefill_ms": None}}
     mine, theirs = load_policy(old), load_policy(new)
     assert isinstance(mine, LearnedPolicy) and isinstance(theirs, LearnedPolicy)
     for name, weights in mine.network.tensors.items():
@@ -83,7 +85,7 @@ def test_a_rule_reckons_with_the_host_too(
     old = rule_file(greedy, profile, "warm", name="greedy", fallback=fallback)
     path, out = file_at(tmp_path / "greedy.safetensors", old), tmp_path / "new.safetensors"
     assert main(["reprice", path, bench_of(tmp_path, run_of(1.0, {"3": 1e4})), "--out", str(out)]) == 0
-    assert "10000.00 ms with drafts, what it did at k = 0" in capsys.readouterr().out
+    assert "10000.00 ms with drafts; at k = 0 as before (the benchmark has none)" in capsys.readouterr().out
     new = read(out)
     assert "busy in each round: k=1 10000.00 ms, k=3 10000.00 ms." in new.profile().document["description"]
     assert new.card["golden"] != old.card["golden"], "what drafts cost decides"
@@ -107,6 +109,22 @@ def test_a_bench_that_does_not_know_the_host_is_refused(
     assert main(["reprice", path, bench, "--out", str(tmp_path)]) == 2
     assert f"--out: found {tmp_path}, allowed: a file that can be written" in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_prices_do_not_pile_up(
+    make_policy_file: Callable[..., PolicyFile], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    once, again = tmp_path / "once.safetensors", tmp_path / "again.safetensors"
+    path, bench = (
+        file_at(tmp_path / "old.safetensors", make_policy_file()),
+        bench_of(tmp_path, run_of(1.0, {"1": 9.0})),
+    )
+    assert main(["reprice", path, bench, "--out", str(once)]) == 0
+    assert main(["reprice", str(once), bench, "--out", str(again)]) == 2
+    assert (
+        "once.safetensors: found a repriced policy, allowed: the file that it was" in capsys.readouterr().err
+    )
+    assert not again.exists()
 
 
 def test_a_bench_of_a_server_with_another_off_mode_is_refused(
