@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
 # results.sh INPUT OUT PART...: what each PART measures, in this order. A server with speculation (off mode kv-only) that can
-# replay recorded acceptance is on GPU 0, one without speculation on GPU 1 (PLAIN_GPU; 0 with POOL_TOKENS=300000 for a
-# machine of one GPU, where both are then as fast); under load one at a time. First, k = 0 must
-# answer what the other server answers. A PART is one of
+# replay recorded acceptance is on GPU 0, one without speculation on GPU 1 (PLAIN_GPU; 0 with POOL_TOKENS=300000 puts both on
+# one GPU); under load one at a time. First, k = 0 must answer what the other server answers. A PART is one of
 #   profile                    a cost profile of both servers at once, and a policy trained on it
 #   off-modes                  what a round takes in each off mode
-#   host                       how long the host is busy in a round: every load after it is steered by the policy repriced by
-#                              this (`draftdial reprice`), or by what the load before met
+#   host                       how long the host is busy in a round: the policy of every load after it is repriced by this
+#                              (`draftdial reprice`), or by what the load before met
 #   {good,mixed,poor}-{low,mid}[:C,C...]          the policy, every fixed k and both servers, run by run on the same requests
 #   {good,mixed,poor}-high[:C,C...]               the same in turns under one load
 #   adaptive[:C,C...]                             turns of the policy and of SGLang's rule at its defaults, acceptance good
@@ -16,10 +15,11 @@
 #   acceptance/{chat,code,finance,maths,poor,reasoning}.jsonl                  (draftdial export-acceptance)
 #   even.csv, long.csv, swing.csv                                              (tests/gpu/short_requests.py)
 # REPEATS (9) of every load, turns of TURN_S seconds (0.75), with seeds from SEED (100) on; ARMS: other than all that may
-# win; NO_SPEC=no: without the other server up to C = 32. TRAIN_SITE: packages that training needs beyond those on the
+# win; NO_SPEC=no: `low` and `mid` without the other server. TRAIN_SITE: packages that training needs beyond those on the
 # Python path. Leaves in OUT: h200-llama3-8b.json (the profile) and its measurements, policy.safetensors (trained on it),
-# PART.safetensors (that policy repriced, which steered in PART), off-500.json, off-2000.json, host.jsonl
-# (how slow the host was, when), and PART/bench.json, which is whole at any time. Exit status 3 if the host is too slow (SLOW_HOST=go: never mind), 4 if answers differ.
+# PART.safetensors (that policy repriced, which steered in PART), off-500.json, off-2000.json, host.jsonl (how slow the host
+# was, when), and PART/bench.json, which is whole at any time. Exit status 3 if the host is too slow (SLOW_HOST=go: never
+# mind), 4 if answers differ.
 set -uo pipefail
 input=$1 out=$2
 shift 2
