@@ -15,8 +15,9 @@
 #   acceptance/{chat,code,finance,maths,poor,reasoning}.jsonl                  (draftdial export-acceptance)
 #   even.csv, long.csv, swing.csv                                              (tests/gpu/short_requests.py)
 # REPEATS (9) of every load, turns of TURN_S seconds (0.75), with seeds from SEED (100) on; ARMS: other than all that may
-# win, policy:FILE among them; NO_SPEC=no: `low` and `mid` without the other server. TRAIN_SITE: packages that training needs beyond those on the
-# Python path. Leaves in OUT: h200-llama3-8b.json (the profile) and its measurements, policy.safetensors (trained on it),
+# win, policy:FILE among them; NO_SPEC=no: `low` and `mid` without the other server. TRAIN_SITE: packages that training needs
+# beyond those on the Python path.
+# Leaves in OUT: h200-llama3-8b.json (the profile) and its measurements, policy.safetensors (trained on it),
 # PART.safetensors (that policy repriced, which steered in PART), off-500.json, off-2000.json, host.jsonl (how slow the host
 # was, when), and PART/bench.json, which is whole at any time. Exit status 3 if the host is too slow (SLOW_HOST=go: never
 # mind), 4 if answers differ.
