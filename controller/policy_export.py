@@ -12,7 +12,7 @@ from draftdial.controller.files import sha256_of
 from draftdial.controller.golden import replay_policy
 from draftdial.controller.learned import LearnedPolicy
 from draftdial.controller.policy_card import FORMAT, Card, Training, belief_constants, canonical, plain
-from draftdial.controller.policy_file import PolicyFile, load_policy, pack, read
+from draftdial.controller.policy_file import PolicyFile, features_of, load_policy, pack, read
 from draftdial.controller.policy_weights import WEIGHTS, columns_of, golden_tensors
 from draftdial.controller.rule_cards import Rule, rule_from_card
 from draftdial.controller.rules import Threshold
@@ -100,11 +100,7 @@ def repriced(file: PolicyFile, profile: CostProfile, evaluation: Mapping[str, An
     training = Training(**{field.name: origin[field.name] for field in fields(Training)}) if origin else None
     if isinstance(policy, LearnedPolicy):
         assert training is not None, "a learned policy's card is checked for it"
-        limits = card["limits"]
-        features = Features(
-            profile, card["off_mode"], ttft_limit_s=limits["ttft_s"], tpot_limit_s=limits["tpot_s"]
-        )
-        learned = LearnedPolicy(features, policy.network)
+        learned = LearnedPolicy(features_of(card, profile), policy.network)
         return learned_file(
             learned, name=card["name"], fallback=fallback, training=training, evaluation=evaluation
         )

@@ -111,14 +111,17 @@ def load_policy(policy: PolicyFile | str | Path | bytes) -> Policy:
     return _learned(file) if file.card["kind"] == "learned" else _rule(file)
 
 
+def features_of(card: Card, profile: CostProfile) -> Features:
+    """What the learned policy of a checked card sees, priced by `profile`."""
+    limits = card["limits"]
+    return Features(profile, card["off_mode"], ttft_limit_s=limits["ttft_s"], tpot_limit_s=limits["tpot_s"])
+
+
 def _learned(file: PolicyFile) -> LearnedPolicy:
     card, profile = file.card, file.profile()
     if tuple(card["tiers"]) != profile.tiers:
         refuse(file.source, "tiers", card["tiers"], f"{list(profile.tiers)}, those of its cost profile")
-    limits = card["limits"]
-    features = Features(
-        profile, card["off_mode"], ttft_limit_s=limits["ttft_s"], tpot_limit_s=limits["tpot_s"]
-    )
+    features = features_of(card, profile)
     column_of = {feature.name: column for column, feature in enumerate(features.table)}
     columns = [column_of[entry["name"]] for entry in card["features"]]
     check_golden(file.tensors, features, columns, file.source)
