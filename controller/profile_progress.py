@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from time import monotonic
-from types import TracebackType
-from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -18,39 +17,33 @@ SPEED_OF_LAST_S = 3600.0
 """The time left follows from the speed over so long: one measurement may take a minute."""
 
 
-class SweepProgress(AbstractContextManager["SweepProgress"]):
+@contextmanager
+def sweep_progress(side: str, total: int) -> Iterator[SweepProgress]:
     """Of the server `side`, on which `total` is to be measured, and more where repeats do not agree."""
+    console = Console(file=sys.stderr)
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+        speed_estimate_period=SPEED_OF_LAST_S,
+        get_time=monotonic,
+    ) as progress:
+        yield SweepProgress(side, total, progress)
 
-    def __init__(self, side: str, total: int) -> None:
+
+class SweepProgress:
+    """What `sweep_progress` shows."""
+
+    def __init__(self, side: str, total: int, progress: Progress) -> None:
         self._side = side
         self._total = total
-        console = Console(file=sys.stderr)
-        self._is_terminal = console.is_terminal
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not self._is_terminal,
-            speed_estimate_period=SPEED_OF_LAST_S,
-            get_time=monotonic,
-        )
-        self._bar = self._progress.add_task(side, total=total)
+        self._progress = progress
+        self._bar = progress.add_task(side, total=total)
         self._due_s = monotonic() + LINE_EVERY_S
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._progress.stop()
 
     def begin_pass(self, num_done: int, num_left: int) -> None:
         """So much has been measured by now, and so much is to be in the coming pass."""
@@ -64,7 +57,7 @@ class SweepProgress(AbstractContextManager["SweepProgress"]):
     def measured(self) -> None:
         """It has been."""
         self._progress.advance(self._bar)
-        if not self._is_terminal and monotonic() >= self._due_s:
+        if self._progress.disable and monotonic() >= self._due_s:
             self._due_s = monotonic() + LINE_EVERY_S
             print(f"draftdial profile: {self._line()}", file=sys.stderr, flush=True)
 
