@@ -161,7 +161,7 @@ class ServedBench:
             return None
         runs = [run for run in self.runs if run["arm"] == arm]
         if host != "quiet":
-            known = {place for place, served in self._by_place().items() if HostTime.of(served) != UNKNOWN}
+            known = self._shared_hosts()
             runs = [run for run in runs if _place(run) in known]
         return self._simulated(policy, runs, profile, acceptance, host) if runs else []
 
@@ -196,19 +196,20 @@ class ServedBench:
         by_list: dict[int, list[Run]] = {}
         for run, place in zip(runs, places, strict=True):
             by_list.setdefault(place, []).append(run)
-        shared = {place: HostTime.of(served) for place, served in self._by_place().items()}
+        shared = self._shared_hosts()
         found = []
         for _, mine in sorted(by_list.items()):
             theirs = shared[_place(mine[0])]
             found.append(HostTime.of(mine).or_else(theirs) if host == "own" else theirs)
         return found
 
-    def _by_place(self) -> dict[Place, list[Run]]:
-        """The runs of all arms by load."""
-        found: dict[Place, list[Run]] = {}
+    def _shared_hosts(self) -> dict[Place, HostTime]:
+        """Of all runs under each load, whatever the arm; a load of which none says anything is left out."""
+        served: dict[Place, list[Run]] = {}
         for run in self.runs:
-            found.setdefault(_place(run), []).append(run)
-        return found
+            served.setdefault(_place(run), []).append(run)
+        hosts = {place: HostTime.of(runs) for place, runs in served.items()}
+        return {place: host for place, host in hosts.items() if host != UNKNOWN}
 
     def _lists(self, runs: Sequence[Run]) -> tuple[list[RequestList], list[int]]:
         """What is to be simulated, and which of it each run is: all turns of a load are one long list."""

@@ -154,14 +154,16 @@ def test_ratios_on_an_equally_busy_host(served: SimulatedBenches) -> None:
     fastest_ms = 1e3 * float(served.profile.round_s(1, 20, "skip").min())
     busy_ms = {"steer": 2 * fastest_ms, "fixed-3": 4 * fastest_ms}
 
-    def ratios(path: Path) -> list[list[str]]:
+    def ran(*words: str | Path) -> subprocess.CompletedProcess[str]:
         script = Path(__file__).parent / "gpu" / "equal_host.py"
-        words = ["--profile", str(served.folder / "server.json"), "--policy", str(served.own)]
-        words += [word for file in served.files.values() for word in ("--acceptance", str(file))]
-        ran = subprocess.run(
-            [sys.executable, str(script), *words, str(path)], capture_output=True, text=True, check=True
-        )
-        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in ran.stdout.splitlines()[2:]]
+        given = ["--profile", str(served.folder / "server.json"), *map(str, words)]
+        given += [word for file in served.files.values() for word in ("--acceptance", str(file))]
+        return subprocess.run([sys.executable, str(script), *given], capture_output=True, text=True)
+
+    def ratios(path: Path) -> list[list[str]]:
+        done = ran("--policy", served.own, path)
+        assert done.returncode == 0, done.stderr
+        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()[2:]]
         return [[row[1], row[3], row[5]] for row in rows]
 
     def bench(host_of: Callable[[str, int], HostTime]) -> Path:
@@ -179,6 +181,9 @@ def test_ratios_on_an_equally_busy_host(served: SimulatedBenches) -> None:
     assert all(measured == corrected for _, measured, corrected in equal)
     assert all(measured != corrected for _, measured, corrected in unequal)
     assert [row[2] for row in unequal] == [row[2] for row in equal]
+    without_policy = ran(served.folder / "bench.json")
+    assert without_policy.returncode == 1 and without_policy.stderr.count("\n") == 1
+    assert "bench.json: steer: not simulated" in without_policy.stderr
 
 
 def changed(served: SimulatedBenches, **options: Any) -> Path:

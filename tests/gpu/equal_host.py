@@ -45,9 +45,7 @@ def main() -> None:
     for path in args.benches:
         bench = ServedBench.read(path)
         if bench.work.options.get("switchback"):
-            raise SystemExit(
-                f"{path}: found turns, allowed: a bench of runs, whose requests are the same for all arms"
-            )
+            raise UserError(f"{path}: found turns, allowed: runs, in which all arms meet the same requests")
         fair = on_equal_host(bench, profile, acceptance, by_sha256)
         for load in dict.fromkeys(run["load"] for run in bench.runs):
             columns = []
@@ -74,6 +72,8 @@ def on_equal_host(
         own, shared = (
             bench.simulated(arm, profile, acceptance, policies, host) or [] for host in ("own", "shared")
         )
+        if not own and (arm == POLICY or arm.startswith("fixed-")):
+            raise UserError(f"{bench.source}: {arm}: not simulated: needs its --policy, and host_ms_at_k")
         for (run, here), (_, there) in zip(own, shared, strict=True):
             factor = there["output_tok_s"] / here["output_tok_s"]
             found.append(run | {"output_tok_s": factor * run["output_tok_s"]})
