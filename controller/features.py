@@ -179,13 +179,14 @@ class Features:
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Learn from a finished round."""
-        self.belief.observe(outcome)
         rows = self._rows
         totals = outcome.accept_counts[:, : len(self._totals)] @ self._totals
         num_requests, accepted = rows.read(totals[:, 0]), rows.read(totals[:, 1])
         accept_length = 1.0 + accepted / rows.maximum(num_requests, 1)
         self._accept_length = rows.where(num_requests > 0, accept_length, self._accept_length)
-        self._read_belief()
+        if np.count_nonzero(outcome.k):  # k = 0 teaches the belief nothing: bit for bit, it would stay
+            self.belief.observe(outcome)
+            self._read_belief()
 
     def _read_belief(self) -> None:
         """Bring what follows from the belief alone up to date."""

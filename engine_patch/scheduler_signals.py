@@ -75,11 +75,16 @@ class SchedulerSignals:
         self._kv_pool_tokens = int(scheduler.max_total_num_tokens)
         self.values.max_running[0] = scheduler.max_running_requests
 
+    @property
+    def has_probes(self) -> bool:
+        """Is there a health check or the warm-up among the requests that wait or run?"""
+        return self._num_probes > 0
+
     # The launch path.
 
     def is_probe_round(self, batch_size: int) -> bool:
         """Does the coming round hold nothing but health checks and warm-up?"""
-        return self._num_probes > 0 and len(self._rows) > 0 and all(map(is_probe, self._rows))
+        return self.has_probes and len(self._rows) > 0 and all(map(is_probe, self._rows))
 
     def row(self, batch_size: int) -> RoundSignals:
         """The signals before the coming round of `batch_size` requests; the next call overwrites them."""

@@ -176,7 +176,7 @@ def after_resolve_spec_v2_tokens(
     if bound is None or bound.signals is None:
         return
     try:
-        finished = FinishedRound.read(result, batch)
+        finished = FinishedRound.read(result, batch, has_probes=bound.signals.has_probes)
         if finished is not None:
             bound.observe(finished.round_id, finished.k, finished.accepted)
             if (followed := lockstep.current()) is not None:

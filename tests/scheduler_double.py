@@ -138,7 +138,7 @@ class SchedulerDouble:
 
     def _process(self, batch: Any, result: Any) -> None:
         if batch.forward_mode.is_decode():
-            finished = FinishedRound.read(result, batch)
+            finished = FinishedRound.read(result, batch, has_probes=self.signals.has_probes)
             if finished is not None and self.dial is not None:
                 self.dial.observe(finished.round_id, finished.k, finished.accepted)
             for request, n in zip(batch.reqs, result.num_correct_drafts_per_req_cpu, strict=True):

@@ -46,9 +46,10 @@ class LiveScheduler(SchedulerDouble):
         return k
 
     def _process(self, batch: Any, result: Any) -> None:
-        finished = FinishedRound.read(result, batch) if batch.forward_mode.is_decode() else None
-        if finished is not None:
-            self.followed.finished(finished)
+        if batch.forward_mode.is_decode():
+            finished = FinishedRound.read(result, batch, has_probes=self.signals.has_probes)
+            if finished is not None:
+                self.followed.finished(finished)
         super()._process(batch, result)
 
 
