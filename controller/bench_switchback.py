@@ -133,7 +133,7 @@ class SwitchbackBench(Bench):
         await asyncio.sleep(self._window_s)
         window_s, cpu_s = time.monotonic() - begun_s, time.process_time() - cpu_s
         tokens, begun = delivered.tokens - tokens, delivered.begun - begun
-        cpu_share = cpu_s / window_s
+        cpu_share, client_tok_s = cpu_s / window_s, tokens / window_s
         after = await asyncio.to_thread(self.steered.status) if arm is not None else {}
         if arm is not None:
             check_off_mode(before, after)
@@ -150,6 +150,7 @@ class SwitchbackBench(Bench):
             "failed": len(errors),
             "driver_cpu_share": cpu_share,
             "output_tok_s": tokens / window_s if window_s > 0 else 0.0,
+            "client_tok_s": client_tok_s,
             "window_s": window_s,
         } | policy_figures(before, after)
 

@@ -220,6 +220,9 @@ def test_arms_switch_back_and_forth_under_one_load(
     # At one request in flight and k = 0, every round makes a token, and every prefill.
     [turn] = [turn for turn in turns if turn["arm"] == "off" and turn["load"] == 1.0]
     assert turn["output_tok_s"] * turn["window_s"] == pytest.approx(turn["rounds"] + turn["requests"], abs=4)
+    served = [turn for turn in turns if turn["arm"] != "no-spec"]
+    at_client, in_server = (sum(turn[name] for turn in served) for name in ("client_tok_s", "output_tok_s"))
+    assert at_client == pytest.approx(in_server, rel=0.5)  # turns of 0.6 s begin and end apart for the two
     assert setting_of(steered) == before
     for server in (steered, reference.server):  # neither is left paused, nor with what was given up
         assert tokens_of(Sending(server, [Request((5, 6, 7), 8)]).answers())
