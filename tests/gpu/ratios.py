@@ -2,10 +2,11 @@
 
 A FILE is a bench.json, or a file of docs/results that holds several under `benches`. Per load: the policy's
 output tokens a second, its ratio to the best of `off` and every fixed k, to the server without speculation
-and to SGLang's rule, each with its 95 % interval and pairs, and what cannot be told from the best; which k
+and to other policies, each with its 95 % interval and pairs, and what cannot be told from the best; which k
 the policy ran, and how long the host was busy in a round of the policy and of the best; last, the
-geometric mean over the loads of each acceptance. Best in hindsight is the highest mean, a little too high as
-it is the luckiest, too. An arm that was left out of repeats is neither the best nor told from it.
+geometric mean over the loads of each acceptance. The policy is `steer`, or `--arm policy:NAME`. Best in
+hindsight is the highest mean, a little too high as it is the luckiest, too. An arm that was left out of
+repeats is neither the best nor told from it.
 
 Intervals take pairs for independent. Two servers are not slow together, so pairs of neighbouring turns may be
 alike: `--block 4` takes the mean of every four of them for one.
@@ -28,12 +29,11 @@ from draftdial.controller.host_time import HostTime
 from draftdial.controller.signals import FloatArray
 from draftdial.controller.statistics import combined_interval
 
-POLICY, NO_SPEC, RULE = "steer", "no-spec", "policy:sglang-adaptive"
-
+NO_SPEC = "no-spec"
 
 COLUMNS = (
     *("acceptance", "C", "repeats", "policy, tok/s", "best fixed", "policy ÷ best"),
-    *("÷ no speculation", "÷ adaptive", "off ÷ no speculation", "policy's k", "host busy, ms"),
+    *("÷ no speculation", "÷ other policies", "off ÷ no speculation", "policy's k", "host busy, ms"),
 )
 
 
@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("files", nargs="+")
     parser.add_argument("--only", nargs="+", help="these benches of a file that holds several")
     parser.add_argument("--block", type=int, default=1, help="consecutive pairs that count as one")
+    parser.add_argument("--arm", default="steer", help="the policy")
     args = parser.parse_args()
     print(f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", sep="\n")
     by_kind: dict[str, list[FloatArray]] = {}
@@ -56,10 +57,12 @@ def main() -> None:
                 if bench["options"].get("switchback"):
                     runs = adjusted(runs)
                 by_arm = arms_of(runs)
-                print(f"| {kind} | {load:g} | {row(by_arm, args.block)} |")
+                if args.arm not in by_arm:
+                    continue
+                print(f"| {kind} | {load:g} | {row(by_arm, args.arm, args.block)} |")
                 if rates := rates_of_fixed(by_arm):
                     best = next(iter(rates))
-                    by_kind.setdefault(kind, []).append(pairs_of(by_arm, best, POLICY, args.block))
+                    by_kind.setdefault(kind, []).append(pairs_of(by_arm, best, args.arm, args.block))
     for kind, loads in by_kind.items():
         print(f"| {kind} | all {len(loads)} | | | | {interval(combined_interval(loads))} | | | | | |")
 
@@ -81,23 +84,25 @@ def rates_of_fixed(by_arm: dict[str, list[Run]]) -> dict[str, float]:
     return dict(sorted(rates.items(), key=lambda item: -item[1]))
 
 
-def row(by_arm: dict[str, list[Run]], block: int) -> str:
-    columns: list[Any] = [len(by_arm[POLICY]), f"{np.mean([throughput(run) for run in by_arm[POLICY]]):,.0f}"]
-    compared = [POLICY]
+def row(by_arm: dict[str, list[Run]], policy: str, block: int) -> str:
+    columns: list[Any] = [len(by_arm[policy]), f"{np.mean([throughput(run) for run in by_arm[policy]]):,.0f}"]
+    compared = [policy]
     if rates := rates_of_fixed(by_arm):
         best = next(iter(rates))
         compared.append(best)
         near = [arm for arm in rates if arm != best and ratio(by_arm, arm, best)[2] >= 0]
-        columns += [best + (f" ({', '.join(near)})" if near else ""), shown(by_arm, best, block)]
+        columns += [best + (f" ({', '.join(near)})" if near else ""), shown(by_arm, policy, best, block)]
     else:
         columns += ["", ""]
-    columns += [shown(by_arm, NO_SPEC, block), shown(by_arm, RULE, block)]
-    columns.append(shown(by_arm, NO_SPEC, block, "off"))
-    columns += [share_of_k(by_arm[POLICY]), " / ".join(host_ms(by_arm[arm]) for arm in compared)]
+    others = [arm for arm in by_arm if arm != policy and (arm == "steer" or arm.startswith("policy:"))]
+    columns.append(shown(by_arm, policy, NO_SPEC, block))
+    columns.append(", ".join(f"{arm} {shown(by_arm, policy, arm, block)}" for arm in others))
+    columns.append(shown(by_arm, "off", NO_SPEC, block))
+    columns += [share_of_k(by_arm[policy]), " / ".join(host_ms(by_arm[arm]) for arm in compared)]
     return " | ".join(map(str, columns))
 
 
-def shown(by_arm: dict[str, list[Run]], rival: str, block: int, arm: str = POLICY) -> str:
+def shown(by_arm: dict[str, list[Run]], arm: str, rival: str, block: int) -> str:
     pairs = pairs_of(by_arm, rival, arm, block)
     return interval(combined_interval([pairs]), f"; {len(pairs)}") if len(pairs) > 1 else ""
 

@@ -5,9 +5,9 @@
 #   profile                    a cost profile of both servers at once, and a policy trained on it
 #   off-modes                  what a round takes in each off mode
 #   host                       how long the host is busy in a round: the policy of every load after it is repriced by this
-#                              (`draftdial reprice`), or by what the load before met
+#                              (`draftdial reprice`)
 #   {good,mixed,poor}-{low,mid}[:C,C...]          the policy, every fixed k and both servers, run by run on the same requests
-#   {good,mixed,poor}-high[:C,C...]               the same in turns under one load
+#   {good,mixed,poor}-high[:C,C...][@REPEATS]     the same in turns under one load
 #   adaptive[:C,C...]                             turns of the policy and of SGLang's rule at its defaults, acceptance good
 #   swing                                         an open loop, run by run
 # Without the part `profile`, the profile is the shipped one and the policy INPUT's. INPUT holds
@@ -15,8 +15,8 @@
 #   acceptance/{chat,code,finance,maths,poor,reasoning}.jsonl                  (draftdial export-acceptance)
 #   even.csv, long.csv, swing.csv                                              (tests/gpu/short_requests.py)
 # REPEATS (9) of every load, turns of TURN_S seconds (0.75), with seeds from SEED (100) on; ARMS: other than all that may
-# win, policy:FILE among them; NO_SPEC=no: `low` and `mid` without the other server. TRAIN_SITE: packages that training needs
-# beyond those on the Python path.
+# win, policy:FILE among them, POOR_ARMS: the same for acceptance poor alone; NO_SPEC=no: `low` and `mid` without the other
+# server. TRAIN_SITE: packages that training needs beyond those on the Python path.
 # Leaves in OUT: h200-llama3-8b.json (the profile) and its measurements, policy.safetensors (trained on it),
 # PART.safetensors (that policy repriced, which steered in PART), off-500.json, off-2000.json, host.jsonl (how slow the host
 # was, when), and PART/bench.json, which is whole at any time. Exit status 3 if the host is too slow (SLOW_HOST=go: never
@@ -25,7 +25,7 @@ set -uo pipefail
 input=$1 out=$2
 shift 2
 for part in "$@"; do
-  [[ $part =~ ^(profile|off-modes|host|((good|mixed|poor)-(low|mid|high)|adaptive)(:[0-9,]+)?|swing)$ ]] || { echo "no such part: $part"; exit 2; }
+  [[ $part =~ ^(profile|off-modes|host|((good|mixed|poor)-(low|mid|high)|adaptive)(:[0-9,]+)?(@[0-9]+)?|swing)$ ]] || { echo "no such part: $part"; exit 2; }
 done
 . "$(dirname "$0")/servers.sh"
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
@@ -99,9 +99,11 @@ adaptive=policy:$out/sglang-adaptive.safetensors
 good="--domains chat,code,reasoning" mixed="--domains finance,maths,chat,code,reasoning"
 swing=$(($(wc -l <"$input/swing.csv") - 1))
 load() {
-  local closed repeats="--repeats ${REPEATS:-9}" span how plain="--no-spec $plain_url"
-  case $1 in
-    *:*) closed="--closed ${1#*:}" ;;
+  local closed load=${1%@*} repeats=${REPEATS:-9} span how plain="--no-spec $plain_url"
+  [ "$load" = "$1" ] || repeats=${1#*@}
+  repeats="--repeats $repeats"
+  case $load in
+    *:*) closed="--closed ${load#*:}" ;;
     *-low) closed="--closed 1,2,4,8" ;;
     *-mid) closed="--closed 16,32" ;;
     host) closed="--closed 8" ;;
@@ -125,7 +127,7 @@ load() {
   case $1 in
     good-*) how="$how $good --arms $arms $plain" ;;
     mixed-*) how="$how $mixed $span --arms $arms $plain" ;;
-    poor-*) how="$how --domains poor --arms $arms $plain" ;;
+    poor-*) how="$how --domains poor --arms ${POOR_ARMS:-$arms} $plain" ;;
     host) how="$closed --repeats 3 --switchback ${TURN_S:-0.75} --lengths trace:$input/long.csv $mixed $span --arms steer off $every_k" ;;
     adaptive*) how="$how --switchback ${ADAPTIVE_TURN_S:-2} $good --deployed $policy --arms steer $adaptive" ;;
     swing)
@@ -150,7 +152,7 @@ for part in "$@"; do
       ;;
   esac
   echo "$part: status $?, $((SECONDS - begun)) s, at $SECONDS s"
-  [[ $part != host && ( -z $host_bench || $part != *-* || $part == off-modes ) ]] || host_bench=$out/$part/bench.json
+  [ $part != host ] || host_bench=$out/host/bench.json
 done
 timeout 20 $dial status $url
 get $url/server_info >"$out/server_info.json"
