@@ -99,6 +99,7 @@ class _Server:
         self._in_flight: deque[tuple[int, int, list[_Request]]] = deque()
         self.num_rounds = 0
         self.dial = Dial(_Steps(tuple(policy.card["tiers"])), None)  # type: ignore[arg-type]
+        self.dial.off_mode = policy.card["off_mode"]  # the server that it was made for
         self.dial.activate(self.dial.load(policy.data))
         self._signals = SchedulerSignals(self)
         self.dial.bind(self._signals, None, None)
@@ -110,7 +111,8 @@ class _Server:
         return 0
 
     def run_round(self) -> tuple[int, int]:
-        """One decode round and the prefill before it: nanoseconds of its decision and of its feedback."""
+        """One decode round and the prefill before it: nanoseconds of its decision, and of the feedback of the
+        round whose result is read now; 0 where that had no drafts to learn from."""
         self._admit()
         running = self.running_batch
         start = time.perf_counter_ns()
@@ -158,7 +160,7 @@ class _Server:
         self.running_batch = _Batch(
             [req for req in self.running_batch.reqs if req.finished_reason is None], None
         )
-        return feedback_ns
+        return feedback_ns if k else 0
 
 
 def bench(policy: PolicyFile, num_decisions: int = DECISIONS) -> dict[str, Any]:
@@ -192,7 +194,7 @@ def bench(policy: PolicyFile, num_decisions: int = DECISIONS) -> dict[str, Any]:
         "p99_us": _percentile(decision_us, 99),
         "undisturbed_decisions": len(undisturbed),
         "undisturbed_p99_us": _percentile(undisturbed, 99),
-        "observe_median_us": _percentile(observe_us, 50),
+        "observe_median_us": _percentile(observe_us[observe_us > 0], 50),
         "allocated_blocks_growth": blocks,
         "resident_kb_growth": resident,
         "decision_hash": server.dial.decision_hash,
@@ -251,7 +253,8 @@ def _run(args: argparse.Namespace) -> int:
     print(
         f"  p99 {result['undisturbed_p99_us']} µs of the {share:.0%} with no other process on the core before"
     )
-    print(f"off it, to learn from a round: median {result['observe_median_us']} µs")
+    if result["observe_median_us"] is not None:
+        print(f"off it, to learn from a round with drafts: median {result['observe_median_us']} µs")
     blocks, resident = result["allocated_blocks_growth"], result["resident_kb_growth"]
     print(f"memory since the first ones: {blocks:+,} blocks allocated, {resident:+,} kB resident at the peak")
     return 0

@@ -122,14 +122,15 @@ class SwitchbackBench(Bench):
         arm = self.arms.get(name)
         held_s = await self._in_thread(self._switch, name)
         await asyncio.sleep(SETTLE_S)
-        before = await self._begun(arm, held_s, served) if arm is not None else {}
         delivered, seed = served.delivered, served.seed
+        # Before the status, which comes when a round ends: behind it the next tokens are a whole round away.
         tokens, begun, begun_s, cpu_s = (
             delivered.tokens,
             delivered.begun,
             time.monotonic(),
             time.process_time(),
         )
+        before = await self._begun(arm, held_s, served) if arm is not None else {}
         await asyncio.sleep(self._window_s)
         window_s, cpu_s = time.monotonic() - begun_s, time.process_time() - cpu_s
         tokens, begun = delivered.tokens - tokens, delivered.begun - begun

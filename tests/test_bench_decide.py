@@ -12,7 +12,10 @@ import pytest
 
 from draftdial.controller.bench_decide import CONCURRENCIES, ROUNDS_AT_EACH, _Server, bench
 from draftdial.controller.cli import main
+from draftdial.controller.cost_profile import CostProfile
+from draftdial.controller.policy_export import rule_file
 from draftdial.controller.policy_file import PolicyFile, load_policy
+from draftdial.controller.rules import FixedK
 from draftdial.controller.seeded_policy import seeded_policy
 from draftdial.controller.signals import RoundSignals
 
@@ -33,6 +36,16 @@ def test_times_differ_and_decisions_do_not(policy: PolicyFile) -> None:
         assert 0 < result["undisturbed_decisions"] <= CYCLE
         assert result["observe_median_us"] > 0
         assert result["policy"] == "bench"
+
+
+def test_a_policy_for_another_off_mode_is_timed_on_a_server_with_it(
+    make_profile: Callable[..., CostProfile],
+) -> None:
+    tiers = (0, 1, 3)
+    off = FixedK(tiers, 0)
+    result = bench(rule_file(off, make_profile(tiers), "kv-only", name="off", fallback=off), 1)
+    assert result["median_us"] > 0
+    assert result["observe_median_us"] is None  # no round had drafts
 
 
 def test_the_server_is_one_that_the_policy_was_made_for(policy: PolicyFile) -> None:

@@ -29,7 +29,7 @@ from draftdial.controller.host_time import HostTime
 from draftdial.controller.signals import FloatArray
 from draftdial.controller.statistics import combined_interval
 
-NO_SPEC = "no-spec"
+POLICY, NO_SPEC = "steer", "no-spec"
 
 COLUMNS = (
     *("acceptance", "C", "repeats", "policy, tok/s", "best fixed", "policy ÷ best"),
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("files", nargs="+")
     parser.add_argument("--only", nargs="+", help="these benches of a file that holds several")
     parser.add_argument("--block", type=int, default=1, help="consecutive pairs that count as one")
-    parser.add_argument("--arm", default="steer", help="the policy")
+    parser.add_argument("--arm", default=POLICY, help="the policy")
     args = parser.parse_args()
     print(f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", sep="\n")
     by_kind: dict[str, list[FloatArray]] = {}
@@ -94,7 +94,7 @@ def row(by_arm: dict[str, list[Run]], policy: str, block: int) -> str:
         columns += [best + (f" ({', '.join(near)})" if near else ""), shown(by_arm, policy, best, block)]
     else:
         columns += ["", ""]
-    others = [arm for arm in by_arm if arm != policy and (arm == "steer" or arm.startswith("policy:"))]
+    others = [arm for arm in by_arm if arm != policy and (arm == POLICY or arm.startswith("policy:"))]
     columns.append(shown(by_arm, policy, NO_SPEC, block))
     columns.append(", ".join(f"{arm} {shown(by_arm, policy, arm, block)}" for arm in others))
     columns.append(shown(by_arm, "off", NO_SPEC, block))
