@@ -15,7 +15,7 @@ from draftdial.controller.cli import main
 from draftdial.controller.cost_profile import CostProfile
 from draftdial.controller.policy_export import rule_file
 from draftdial.controller.policy_file import PolicyFile, load_policy
-from draftdial.controller.rules import FixedK
+from draftdial.controller.rules import FixedK, Threshold
 from draftdial.controller.seeded_policy import seeded_policy
 from draftdial.controller.signals import RoundSignals
 
@@ -42,8 +42,8 @@ def test_a_policy_for_another_off_mode_is_timed_on_a_server_with_it(
     make_profile: Callable[..., CostProfile],
 ) -> None:
     tiers = (0, 1, 3)
-    off = FixedK(tiers, 0)
-    result = bench(rule_file(off, make_profile(tiers), "kv-only", name="off", fallback=off), 1)
+    rule, fallback = FixedK(tiers, 0), Threshold(tiers, k=1, batch=2)
+    result = bench(rule_file(rule, make_profile(tiers), "skip", name="off", fallback=fallback), 1)
     assert result["median_us"] > 0
     assert result["observe_median_us"] is None  # no round had drafts
 
