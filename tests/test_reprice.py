@@ -21,6 +21,7 @@ from draftdial.controller.rules import Threshold
 
 def run_of(load: float | None, host_ms: dict[str, float], failed: int = 0) -> dict[str, Any]:
     return {
+        "mode": "trace" if load is None else "closed",
         "load": load,
         "failed": failed,
         "host_ms_at_k": host_ms,
@@ -29,6 +30,7 @@ def run_of(load: float | None, host_ms: dict[str, float], failed: int = 0) -> di
 
 
 def bench_of(folder: Path, *runs: dict[str, Any]) -> str:
+    folder.mkdir(exist_ok=True)
     path = folder / "bench.json"
     path.write_text(json.dumps({"schema": "draftdial.bench/1", "runs": runs}))
     return str(path)
@@ -99,6 +101,7 @@ def test_a_bench_that_does_not_know_the_host_is_refused(
     (tmp_path / "odd.json").write_text("[]")
     for bench, message in (
         (bench_of(tmp_path, run_of(1.0, {"0": 9.0})), "bench.json: host_ms_at_k: found none of a k above 0"),
+        (bench_of(tmp_path / "heavy", run_of(64.0, {"1": 9.0})), "found no load lighter than C = 64"),
         (str(tmp_path / "odd.json"), "odd.json: no bench.json"),
         (str(tmp_path / "none.json"), "none.json: cannot be read: No such file"),
         (str(tmp_path), f"{tmp_path}: cannot be read: Is a directory"),
