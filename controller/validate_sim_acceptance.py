@@ -8,13 +8,13 @@ from pathlib import Path
 
 from draftdial.controller.acceptance_file import AcceptedDrafts, read_requests
 from draftdial.controller.errors import UserError
-from draftdial.engine_patch.acceptance_arrays import AcceptanceArrays
+from draftdial.engine_patch.acceptance_arrays import AcceptanceArrays, replayed_domains
 from draftdial.envs.acceptance import AcceptanceBank
 from draftdial.envs.replayed_acceptance import bank_of_arrays
 
 
 class GivenAcceptance:
-    """Files by domain, in the order they were given."""
+    """Files by domain."""
 
     def __init__(self, words: Sequence[str]) -> None:
         """`words` are `[DOMAIN=]FILE`, as `draftdial serve` reads them.
@@ -37,17 +37,17 @@ class GivenAcceptance:
         return tuple(self._paths)
 
     def check(self, replayed: str, source: str, domains: Sequence[str]) -> None:
-        """UserError unless `source` replays all of these, or those of `domains` alone, by its own word."""
+        """UserError unless `source` replays, by its own word, what is here of each of its domains."""
         missing = [name for name in domains if name not in self._paths]
         if missing:
             raise UserError(
                 f"--acceptance: found {', '.join(self.domains)}, allowed: {missing[0]}, too, of {source}"
             )
-        own = [name for name in self.domains if name in domains]
-        found = [AcceptanceArrays(self._arrays_of(names)).sha256[:12] for names in (self.domains, own)]
-        if not any(sha256 in replayed for sha256 in found):
+        own = [name for name in replayed_domains(replayed) if name in self._paths]
+        sha256 = AcceptanceArrays(self._arrays_of(own)).sha256[:12]
+        if sha256 not in replayed:
             raise UserError(
-                f"--acceptance: found arrays of sha256 {found[0]} (their order counts), allowed: what "
+                f"--acceptance: found arrays of {', '.join(own)} with sha256 {sha256}, allowed: what "
                 f"{source} replays: {replayed}"
             )
 
