@@ -92,7 +92,7 @@ class ServedBench:
         try:
             work = Work.of(options)
         except UserError as error:
-            raise UserError(f"{source}: its requests cannot be drawn again: {error}") from None
+            raise UserError(f"{source}: its requests cannot be drawn again in this folder: {error}") from None
         runs = tuple(run for run in document["runs"] if not run["failed"])
         if options.get("switchback"):
             runs = tuple(run | {"output_tok_s": run[ADJUSTED]} for run in adjusted(runs))

@@ -203,7 +203,7 @@ def changed(served: SimulatedBenches, **options: Any) -> Path:
         (
             lambda served: changed(served, prompts="gone.jsonl"),
             tuple(MEANS),
-            "drawn again: prompts gone.jsonl",
+            "drawn again in this folder: prompts gone.jsonl",
         ),
         (lambda served: changed(served, per_slot=7), tuple(MEANS), "found list .*, which was served"),
         (
