@@ -171,6 +171,7 @@ def _server(args: argparse.Namespace, is_speculative: bool) -> Iterator[str]:
         log.parent.mkdir(parents=True, exist_ok=True)
         chosen = arguments if is_speculative else without_speculation(arguments)
         variables = {OFF_MODE: args.off_mode} if args.off_mode else {}
+        print(f"draftdial profile: {side}: the server starts, its log is {log}", file=sys.stderr, flush=True)
         yield stack.enter_context(LaunchedServer(policy, chosen, log, variables)).url
 
 
