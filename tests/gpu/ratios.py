@@ -15,13 +15,13 @@ alike: `--block 4` takes the mean of every four of them for one.
 from __future__ import annotations
 
 import argparse
-import json
 import math
+import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from unpack import document_of
 
 from draftdial.controller.bench_adjust import adjusted
 from draftdial.controller.bench_report import Run, paired_logs, throughput
@@ -44,11 +44,15 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=1, help="consecutive pairs that count as one")
     parser.add_argument("--arm", default=POLICY, help="the policy")
     args = parser.parse_args()
-    print(f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", sep="\n")
+    if args.block < 1:
+        parser.error(f"--block: found {args.block}, allowed: 1 or more")
+    rows: list[str] = []
     by_kind: dict[str, list[FloatArray]] = {}
+    names: dict[str, None] = {}
+    arms: dict[str, None] = {}
     for path in args.files:
-        document = json.loads(Path(path).read_text())
-        for name, bench in document.get("benches", {path: document}).items():
+        for name, bench in benches_of(path).items():
+            names[name] = None
             if args.only and name not in args.only:
                 continue
             kind = ",".join(bench["options"]["domains"])
@@ -57,14 +61,31 @@ def main() -> None:
                 if bench["options"].get("switchback"):
                     runs = adjusted(runs)
                 by_arm = arms_of(runs)
+                arms |= dict.fromkeys(by_arm)
                 if args.arm not in by_arm:
                     continue
-                print(f"| {kind} | {load:g} | {row(by_arm, args.arm, args.block)} |")
-                if rates := rates_of_fixed(by_arm):
-                    best = next(iter(rates))
-                    by_kind.setdefault(kind, []).append(pairs_of(by_arm, best, args.arm, args.block))
+                rows.append(f"| {kind} | {load:g} | {row(by_arm, args.arm, args.block)} |")
+                rates = rates_of_fixed(by_arm)
+                pairs = pairs_of(by_arm, next(iter(rates)), args.arm, args.block) if rates else []
+                if len(pairs):
+                    by_kind.setdefault(kind, []).append(pairs)
+    if unknown := [name for name in args.only or () if name not in names]:
+        sys.exit(f"--only: found {unknown[0]}, allowed: {', '.join(names)}")
+    if not rows:
+        sys.exit(f"--arm: found {args.arm}, allowed: an arm that answered a request: {', '.join(arms)}")
+    print(f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", *rows, sep="\n")
     for kind, loads in by_kind.items():
         print(f"| {kind} | all {len(loads)} | | | | {interval(combined_interval(loads))} | | | | | |")
+
+
+def benches_of(path: str) -> dict[str, Any]:
+    """By name, or by its path the one that `path` is; in open loops throughput says nothing of the server."""
+    document = document_of(path)
+    benches: dict[str, Any] = document.get("benches", {path: document})
+    for bench in benches.values():
+        if "options" not in bench or any(run["mode"] != "closed" for run in bench["runs"]):
+            sys.exit(f"{path}: found no bench of closed loops, allowed: one, or several as `benches`")
+    return benches
 
 
 def arms_of(runs: list[Run]) -> dict[str, list[Run]]:

@@ -6,10 +6,10 @@
 #   off-modes                  what a round takes in each off mode
 #   host                       how long the host is busy in a round: the policy of every load after it is repriced by this
 #                              (`draftdial reprice`)
-#   {good,mixed,poor}-{low,mid}[:C,C...]          the policy, every fixed k and both servers, run by run on the same requests
-#   {good,mixed,poor}-high[:C,C...][@REPEATS]     the same in turns under one load
-#   adaptive[:C,C...]                             turns of the policy and of SGLang's rule at its defaults, acceptance good
-#   swing                                         an open loop, run by run
+#   {good,mixed,poor}-{low,mid}[:C,C...][@REPEATS]  the policy, every fixed k and both servers, run by run on the same requests
+#   {good,mixed,poor}-high[:C,C...][@REPEATS]       the same in turns under one load
+#   adaptive[:C,C...][@REPEATS]                     turns of the policy and of SGLang's rule at its defaults, acceptance good
+#   swing                                           an open loop, run by run
 # Without the part `profile`, the profile is the shipped one and the policy INPUT's. INPUT holds
 #   start.safetensors                                       a policy of this server's tiers
 #   acceptance/{chat,code,finance,maths,poor,reasoning}.jsonl                  (draftdial export-acceptance)
@@ -22,11 +22,13 @@
 # was, when), and PART/bench.json, which is whole at any time. Exit status 3 if the host is too slow (SLOW_HOST=go: never
 # mind), 4 if answers differ.
 set -uo pipefail
+[ $# -gt 2 ] || { echo "usage: results.sh INPUT OUT PART..."; exit 2; }
 input=$1 out=$2
 shift 2
 for part in "$@"; do
   [[ $part =~ ^(profile|off-modes|host|((good|mixed|poor)-(low|mid|high)|adaptive)(:[0-9,]+)?(@[0-9]+)?|swing)$ ]] || { echo "no such part: $part"; exit 2; }
 done
+mkdir -p "$out" || exit 2
 . "$(dirname "$0")/servers.sh"
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 url=http://127.0.0.1:30000 plain_url=http://127.0.0.1:30100

@@ -8,10 +8,20 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
+
+
+def document_of(file: str) -> dict[str, Any]:
+    """The JSON object in `file`; without one it is the end, with one line."""
+    try:
+        document = json.loads(Path(file).read_text())
+    except (OSError, ValueError) as error:
+        sys.exit(f"{file}: not a file of JSON: {error}")
+    return document if isinstance(document, dict) else {}
 
 
 def main(file: str, folder: str) -> None:
-    benches = json.loads(Path(file).read_text()).get("benches")
+    benches = document_of(file).get("benches")
     if not benches:
         sys.exit(f"{file}: holds no `benches`, only what was made of them")
     for name, bench in benches.items():
