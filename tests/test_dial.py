@@ -199,6 +199,17 @@ def test_rounds_of_health_checks_alone_keep_k_and_count_for_nothing(start: Start
     assert (dial.counters.decisions, dial.counters.observed) == (1, 1)
 
 
+def test_the_warm_up_teaches_nothing_of_the_rounds_that_it_shares(start: Start) -> None:
+    dial, scheduler = start(3, 3)
+    scheduler.signals._warm_up_may_come = True
+    scheduler.prefill(scheduler.queue("w", num_prompt=3, num_output=8))
+    for num_rounds in (1, 2):
+        assert scheduler.signals.has_probes
+        scheduler.decode()  # a token by the prefill, four by each round
+        assert dial.counters.drafted == num_rounds * 3 * 4
+    assert not scheduler.signals.has_probes
+
+
 def test_with_rejection_sampling_zero_never_runs(start: Start) -> None:
     dial, scheduler = start(0, 3, RuntimeError("broken"), without_zero=True)
     assert dial.tiers == (1, 3)
