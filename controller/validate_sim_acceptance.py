@@ -45,10 +45,10 @@ class GivenAcceptance:
             )
         own = [name for name in replayed_domains(replayed) if name in self._paths]
         sha256 = AcceptanceArrays(self._arrays_of(own)).sha256[:12]
-        if sha256 not in replayed:
+        if sha256 not in replayed or not set(domains) <= set(own):
             raise UserError(
-                f"--acceptance: found arrays of {', '.join(own)} with sha256 {sha256}, allowed: what "
-                f"{source} replays: {replayed}"
+                f"--acceptance: found {', '.join(self.domains)}, of sha256 {sha256}, allowed: what {source} "
+                f"replays: {replayed}"
             )
 
     def bank(self, domains: Sequence[str]) -> AcceptanceBank:

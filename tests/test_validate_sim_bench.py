@@ -15,8 +15,11 @@ from simulated_bench import CONCURRENCIES, MEANS, SimulatedBenches
 
 from draftdial.controller.cli import main
 from draftdial.controller.cost_profile import CostProfile
+from draftdial.controller.errors import UserError
 from draftdial.controller.host_time import HostTime
 from draftdial.controller.policy_file import PolicyFile
+from draftdial.controller.validate_sim_acceptance import GivenAcceptance
+from draftdial.engine_patch.acceptance_arrays import AcceptanceArrays
 
 
 @pytest.fixture
@@ -209,7 +212,7 @@ def changed(served: SimulatedBenches, **options: Any) -> Path:
         (
             lambda served: changed(served),
             ("good", "poor"),
-            r"found arrays of good, poor with sha256 [0-9a-f]{12}, allowed: what .* replays: 8 of good",
+            r"found good, poor, of sha256 [0-9a-f]{12}, allowed: what .* replays: 8 of good",
         ),
         (lambda served: changed(served), ("poor",), "--acceptance: found poor, allowed: good, too"),
         (lambda served: changed(served), (), "--acceptance: none given"),
@@ -254,6 +257,14 @@ def test_a_bench_that_cannot_be_simulated_is_one_line(
 def test_files_of_acceptance_may_come_in_any_order(served: SimulatedBenches) -> None:
     assert main(command(served, served.bench("good.json", "good"), files=tuple(reversed(MEANS)))) == 0
     assert document_of(served)["summary"]["throughput_error_max"] < 1e-9
+
+
+def test_a_domain_that_the_server_does_not_replay_is_refused(served: SimulatedBenches) -> None:
+    acceptance = GivenAcceptance([str(served.files[name]) for name in ("poor", "good")])
+    replayed = str(AcceptanceArrays.read([("good", served.files["good"])]))
+    acceptance.check(replayed, "a server", ("good",))
+    with pytest.raises(UserError, match="found poor, good, of sha256"):
+        acceptance.check(replayed, "a server", ("good", "poor"))
 
 
 def test_more_requests_than_the_profile_has_batches_for_are_warned_of(
