@@ -1,8 +1,9 @@
-"""Ctrl-C: while something is put back, and in disguise."""
+"""Ctrl-C: while something is put back or begun, and in disguise."""
 
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,6 +20,31 @@ def uninterrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Let Ctrl-C wait for the end of the block, which must end by itself.
+
+    For steps that belong together: a thread that is started and that nobody knows of cannot be ended.
+    In the main thread; in others Ctrl-C never arrives.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed = False
+
+    def press(*_: object) -> None:
+        nonlocal pressed
+        pressed = True
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
 
 
 @contextmanager

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from typing import Any
 
 from draftdial.controller.errors import UserError
+from draftdial.controller.interrupts import deferred
 from draftdial.engine_patch.client import Server, ServerRefused
 from draftdial.engine_patch.measurement_plan import MEASURE_KEY, MeasurementPlan, Phase
 
@@ -97,16 +99,16 @@ class MeasuredServer:
         """
         self._begin(MeasurementPlan(self._next(), batch, tuple(phases)))
         rids = [f"draftdial-{self._number}-{i}" for i in range(batch)]
-        with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(self._generate, [self.prompt(context) for _ in rids], new_tokens, rids)
-            try:
-                if during is None:
-                    return self._await(answer, phases)
-                self._await_rounds(answer)
-                during()
-                return self.report()
-            finally:
-                self._abort(rids, answer)
+        prompts = [self.prompt(context) for _ in rids]
+        with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
+            with deferred():
+                answer = pool.submit(self._generate, prompts, new_tokens, rids)
+                stack.callback(self._abort, rids, answer)
+            if during is None:
+                return self._await(answer, phases)
+            self._await_rounds(answer)
+            during()
+            return self.report()
 
     def ask(self, prompt: list[int], new_tokens: int) -> None:
         """Have one request answered."""
@@ -185,11 +187,17 @@ class MeasuredServer:
             time.sleep(POLL_S / 5)
 
     def _abort(self, rids: Sequence[str], answer: Future[None]) -> None:
+        """End these requests, those that are still on their way to the server too."""
+        with deferred():
+            while not answer.done():
+                self._abort_each(rids)
+                wait([answer], POLL_S)
+            if answer.exception():  # of one of them: the others may run on
+                self._abort_each(rids)
+
+    def _abort_each(self, rids: Sequence[str]) -> None:
         for rid in rids:
-            if answer.done():
-                return
             self.server.post("/abort_request", {"rid": rid})
-        answer.exception()  # an aborted request may answer with an error
 
 
 def flush_cache(server: Server) -> None:
