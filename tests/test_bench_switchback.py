@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -120,84 +117,3 @@ def test_turns_of_no_common_cycle_say_nothing() -> None:
     turns = turns_of({"a": 10000.0, "b": 5000.0}, 8, 5, 0.02)
     odd = [turn | {"failed": int((turn["arm"] == "a") == (turn["repeat"] % 2 == 0))} for turn in turns]
     assert left_behind(odd, 0.03) == set()
-
-
-def test_the_published_table_is_what_its_command_prints() -> None:
-    root = Path(__file__).parent.parent
-    raw = root / "docs" / "results" / "h200-all-loads-2026-11-30.json"
-    command = [sys.executable, str(root / "tests" / "gpu" / "ratios.py"), str(raw)]
-    header, _, *printed = subprocess.run(
-        command, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    assert {line.count("|") for line in printed} == {header.count("|")}
-    text = (root / "docs" / "results.md").read_text()
-    section = text.split("## Against every fixed k")[1].split("\n## ")[0]
-    shown = [line for line in section.splitlines() if " to " in line and line.startswith("|")]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed]
-    published = [row for row in rows if row[1] not in ("", "all 1")]
-    assert len(shown) == len(published) == 23
-    for line, row in zip(shown, published, strict=True):
-        cells = [cell.strip() for cell in line.split("|")[2:-1]]
-        ratios = [f"{cell.split(';')[0].rstrip(')')})" if cell else "" for cell in row[5:7]]
-        assert [cells[0], cells[1], *cells[3:]] == [row[1], row[3], *ratios], row
-
-
-def test_the_table_of_two_policies_is_what_its_commands_print() -> None:
-    root = Path(__file__).parent.parent
-    raw = root / "docs" / "results" / "h200-quiet-host-2026-11-30.json"
-    command = [sys.executable, str(root / "tests" / "gpu" / "ratios.py"), str(raw), "--only"]
-    command += ["mixed-mid", "mixed-mid-256", "good-mid"]
-    of_policy = []
-    for more in ([], ["--arm", "policy:start"]):
-        printed = subprocess.run([*command, *more], capture_output=True, text=True, check=True).stdout
-        of_policy.append([[cell.strip() for cell in line.split("|")] for line in printed.splitlines()[2:]])
-    text = (root / "docs" / "results.md").read_text()
-    section = text.split("## On a quiet host")[1].split("\n## ")[0]
-    lines = [line.split("|") for line in section.splitlines() if " to " in line and line.startswith("|")]
-    assert len(lines) == len(of_policy[0]) == 8
-    for line, steer, start in zip(lines, *of_policy, strict=True):
-        found = [cell.split(";")[0].removeprefix("policy:start ") for cell in (steer[6], steer[8], start[6])]
-        ratios = [cell.strip().rstrip(")") for cell in line[5:8]]
-        assert [line[2].strip(), line[3].strip(), *ratios] == [
-            *(steer[2], steer[4]),
-            *(cell.rstrip(")") for cell in found),
-        ]
-
-
-def test_turns_in_a_row_count_as_one_pair() -> None:
-    """What the results say of no speculation on the same GPU; the mean stays, the interval is wider."""
-    root = Path(__file__).parent.parent
-    raw = root / "docs" / "results" / "h200-one-gpu-2026-11-30.json"
-    command = [sys.executable, str(root / "tests" / "gpu" / "ratios.py"), str(raw), "--only", "poor-high:256"]
-    shown = []
-    for more in ([], ["--block", "4"]):
-        printed = subprocess.run([*command, *more], capture_output=True, text=True, check=True).stdout
-        shown.append([cell.strip() for cell in printed.splitlines()[2].split("|")][7])
-    assert shown == ["0.98 (0.95 to 1.01; 24)", "0.98 (0.92 to 1.04; 6)"]
-    assert "0.98 (0.92 to 1.04)" in (root / "docs" / "results.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("file", "words", "complaint"),
-    [
-        (
-            "h200-one-gpu-2026-11-30.json",
-            ["--only", "host", "mixed"],
-            "--only: found mixed, allowed: poor-high:256,",
-        ),
-        (
-            "h200-one-gpu-2026-11-30.json",
-            ["--arm", "start"],
-            "--arm: found start, allowed: an arm that answered",
-        ),
-        ("h200-one-gpu-2026-11-30.json", ["--block", "0"], "--block: found 0, allowed: 1 or more"),
-        ("h200-steer-2026-11-29.json", [], "found no bench of closed loops, allowed: one, or"),
-        ("smollm2-draft-curve.csv", [], "not a file of JSON"),
-    ],
-)
-def test_what_makes_no_table_is_said(file: str, words: list[str], complaint: str) -> None:
-    root = Path(__file__).parent.parent
-    script, path = root / "tests" / "gpu" / "ratios.py", root / "docs" / "results" / file
-    ran = subprocess.run([sys.executable, str(script), str(path), *words], capture_output=True, text=True)
-    assert ran.returncode and not ran.stdout
-    assert complaint in ran.stderr.splitlines()[-1] and "Traceback" not in ran.stderr

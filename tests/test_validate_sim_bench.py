@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -408,64 +408,3 @@ def test_what_is_named_must_be_one_of_the_three(
     assert main(command(served, *words)) == 2
     error = capsys.readouterr().err
     assert complaint in error and error.count("\n") == 1
-
-
-RESULTS = Path(__file__).parent.parent / "docs" / "results"
-FIDELITY = RESULTS.parent / "fidelity.md"
-SCRIPTS = Path(__file__).parent / "gpu"
-
-
-def ran(folder: Path, *words: str | Path) -> str:
-    """What a Python script or module prints."""
-    command = [sys.executable, *map(str, words)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
-
-
-def unpacked(folder: Path, file: str, parts: Sequence[str], policies: Sequence[str]) -> list[str]:
-    """A file of docs/results in `folder`, as tests/gpu/README.md has it; the words of a command on it."""
-    domains = ("finance", "maths", "chat", "code", "reasoning", "poor")
-    command = ["export-acceptance", *domains, "--seed", "20261130", "--arrays", "256", "--out"]
-    assert main([*command, str(folder)]) == 0
-    ran(folder, SCRIPTS / "short_requests.py", ".")
-    ran(folder, SCRIPTS / "unpack.py", RESULTS / f"{file}.json", "raw")
-    words = [f"raw/{part}/bench.json" for part in parts]
-    words += [word for domain in sorted(domains) for word in ("--acceptance", f"{domain}.jsonl")]
-    given = [f"{RESULTS}/{file}/{name}.safetensors" for name in policies]
-    return words + [word for policy in given for word in ("--policy", policy)]
-
-
-SLOW, SLOW_PARTS = "h200-one-gpu-2026-11-30", ("good-low", "good-mid", "mixed-low", "mixed-mid")
-QUIET, QUIET_PARTS = "h200-quiet-host-2026-11-30", ("good-mid", "mixed-mid", "mixed-mid-256")
-
-
-@pytest.mark.parametrize(
-    ("file", "parts", "policies", "figures"),
-    [
-        (SLOW, SLOW_PARTS, SLOW_PARTS, ("throughput_error_mean_fixed_k", "same_best_k_share_on_its_host")),
-        (
-            *(QUIET, QUIET_PARTS, (*QUIET_PARTS, "start")),
-            ("throughput_error_max", "throughput_error_mean_fixed_k", "same_best_k_share"),
-        ),
-    ],
-)
-def test_published_runs_come_to_what_is_said_of_the_simulator(
-    tmp_path: Path, file: str, parts: Sequence[str], policies: Sequence[str], figures: Sequence[str]
-) -> None:
-    words = unpacked(tmp_path, file, parts, policies)
-    command = ["-m", "draftdial.controller.cli", "validate-sim", *words, "--json"]
-    summary = json.loads(ran(tmp_path, *command, "--profile", "h200-llama3-8b"))["summary"]
-    [said] = (text for text in FIDELITY.read_text().split("\n\n") if f"{file}.json" in text)
-    for name in ("throughput_error_mean", "throughput_error_mean_on_its_host", "best_k_loss_max", *figures):
-        shown = f"{100 * summary[name]:.{0 if name.startswith('same') else 1}f} %"
-        assert re.search(rf"(?<![\d.]){re.escape(shown)}", said), (name, summary[name])
-    assert f"Over {summary['num_cells']} cells" in said
-
-
-def test_published_runs_come_to_what_is_said_of_equally_busy_hosts(tmp_path: Path) -> None:
-    words = unpacked(tmp_path, SLOW, SLOW_PARTS, SLOW_PARTS)
-    rows = [line.split("|") for line in ran(tmp_path, SCRIPTS / "equal_host.py", *words).splitlines()[2:]]
-    assert len(rows) == 14
-    said = (RESULTS.parent / "results.md").read_text()
-    for row in rows[:12]:
-        ratio = "{:.2f} ({:.2f} to {:.2f})".format(*map(float, re.findall(r"[\d.]+", row[6])))
-        assert f"| k = {row[5].strip()[-1]}: {ratio} |" in said, row
