@@ -15,13 +15,16 @@ from draftdial.controller.cli import main
 
 ROOT = Path(__file__).parent.parent
 RESULTS, SCRIPTS = ROOT / "docs" / "results", ROOT / "tests" / "gpu"
-LOADS, SLOW, QUIET = (f"h200-{run}-2026-11-30" for run in ("all-loads", "one-gpu", "quiet-host"))
+QUIET, LOADS, SLOW, TURNS = (
+    f"h200-{run}-2026-11-30" for run in ("quiet-host", "all-loads", "one-gpu", "turns")
+)
 PARTS = {
     QUIET: ("good-mid", "mixed-mid", "mixed-mid-256"),
     LOADS: ("good-low", "good-high", "mixed-low", "mixed-high"),
     SLOW: ("good-low", "good-mid", "mixed-low", "mixed-mid"),
+    TURNS: ("good", "mixed-low", "mixed-high"),
 }
-POLICIES = {QUIET: (*PARTS[QUIET], "start"), LOADS: (), SLOW: PARTS[SLOW]}
+POLICIES = {QUIET: (*PARTS[QUIET], "start"), LOADS: (), SLOW: PARTS[SLOW], TURNS: ()}
 
 
 def ran(folder: Path, *words: str | Path) -> str:
