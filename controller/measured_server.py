@@ -18,6 +18,7 @@ POLL_S = 0.5
 """Between two looks at the timer: each costs the server a round or so, out of hundreds."""
 STALLED_S = 60.0
 """Without a round that counts for so long, a cell is given up."""
+ABORT_S = 20.0
 FLUSH_S = 20.0
 FIRST_ID, LAST_ID = 3, 999
 """Prompts are random token ids that every vocabulary has."""
@@ -188,11 +189,12 @@ class MeasuredServer:
 
     def _abort(self, rids: Sequence[str], answer: Future[None]) -> None:
         """End these requests, those that are still on their way to the server too."""
+        deadline = time.monotonic() + ABORT_S  # Ctrl-C must end a server that hangs
         with deferred():
-            while not answer.done():
+            while not answer.done() and time.monotonic() < deadline:
                 self._abort_each(rids)
                 wait([answer], POLL_S)
-            if answer.exception():  # of one of them: the others may run on
+            if answer.done() and answer.exception():  # of one of them: the others may run on
                 self._abort_each(rids)
 
     def _abort_each(self, rids: Sequence[str]) -> None:

@@ -46,7 +46,7 @@ class SlowReader:
     def __init__(self, reads_after: int, fails: bool = False) -> None:
         self.url = "http://slow"
         self.running: set[str] = set()
-        self.num_ended = 0
+        self.num_ended = self.num_aborts = 0
         self._reads_after, self._fails = reads_after, fails
         self._sent: list[str] = []
         self._changed = threading.Condition()
@@ -62,6 +62,7 @@ class SlowReader:
                     raise ConnectionError("one request was aborted")
             else:
                 assert path == "/abort_request"
+                self.num_aborts += 1
                 self.num_ended += body["rid"] in self.running
                 self.running.discard(body["rid"])
                 self._reads_after -= 1
@@ -112,3 +113,14 @@ def test_a_batch_ends_when_ctrl_c_comes_as_it_is_sent(
     with pytest.raises(KeyboardInterrupt):
         measuring(server).run([Phase(1, 4)], batch=3, context=2, new_tokens=9)
     assert not server.running and server.num_ended == 3
+
+
+def test_a_server_that_ends_nothing_is_given_up(
+    measuring: Callable[[SlowReader], MeasuredServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measured_server, "ABORT_S", 0.05)
+    monkeypatch.setattr(measured_server, "POLL_S", 0.01)
+    server = SlowReader(reads_after=10**6)
+    answer: Future[None] = Future()
+    measuring(server)._abort(["a", "b"], answer)
+    assert server.num_aborts >= 2 and not answer.done()
