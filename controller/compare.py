@@ -158,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out: found {args.out}, allowed: a folder ({error.strerror})") from None
-    with Workers(checked_jobs(args.jobs)) as workers, progress_bar() as bar:
+    with Workers(checked_jobs(args.jobs)) as workers, progress_bar("compare") as bar:
         document, trace = compare(contest, workers, bar, args.out / "tuned_rules.json")
     paths = write_report(document, args.out, trace)
     if args.json:

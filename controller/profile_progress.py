@@ -11,8 +11,8 @@ from time import monotonic
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-LINE_EVERY_S = 10.0
-"""How often progress is a line, where there is no terminal to show a bar."""
+from draftdial.controller.progress_lines import ProgressLines
+
 SPEED_OF_LAST_S = 3600.0
 """The time left follows from the speed over so long: one measurement may take a minute."""
 
@@ -43,7 +43,7 @@ class SweepProgress:
         self._total = total
         self._progress = progress
         self._bar = progress.add_task(side, total=total)
-        self._due_s = monotonic() + LINE_EVERY_S
+        self._lines = ProgressLines("profile")
 
     def begin_pass(self, num_done: int, num_left: int) -> None:
         """So much has been measured by now, and so much is to be in the coming pass."""
@@ -57,9 +57,7 @@ class SweepProgress:
     def measured(self) -> None:
         """It has been."""
         self._progress.advance(self._bar)
-        if self._progress.disable and monotonic() >= self._due_s:
-            self._due_s = monotonic() + LINE_EVERY_S
-            print(f"draftdial profile: {self._line()}", file=sys.stderr, flush=True)
+        self._lines.now_and_then(self._line)
 
     def _line(self) -> str:
         [task] = self._progress.tasks

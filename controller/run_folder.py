@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,7 @@ from stable_baselines3 import PPO
 from draftdial.controller.errors import UserError
 from draftdial.controller.files import atomic_write
 from draftdial.controller.learned import Network
-
-LINE_EVERY_S = 10.0
-"""How often progress is a line, where there is no terminal to show a bar."""
+from draftdial.controller.progress_lines import ProgressLines
 
 
 @dataclass(frozen=True)
@@ -80,14 +77,11 @@ class RunProgress:
         console = Console(file=sys.stderr)
         with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
             task = progress.add_task("train", total=total_rounds, score="")
-            due_s = monotonic() + LINE_EVERY_S
+            lines = ProgressLines("train")
 
             def move(num_rounds: int) -> None:
-                nonlocal due_s
                 progress.update(task, completed=num_rounds)
-                if monotonic() >= due_s:
-                    due_s = monotonic() + LINE_EVERY_S
-                    say(f"{num_rounds:,} of {total_rounds:,} rounds; {self._gains()}")
+                lines.now_and_then(lambda: f"{num_rounds:,} of {total_rounds:,} rounds; {self._gains()}")
 
             self._show = lambda: progress.update(task, score=self._gains())
             self._show()
@@ -98,12 +92,6 @@ class RunProgress:
         """The newest score beside those of the rules."""
         score = self.evaluations[-1].score
         return ", ".join(f"{100 * (score - of):+.1f} % vs {rule}" for rule, of in self.reference.items())
-
-
-def say(text: str) -> None:
-    """A line on standard error, but not on a terminal, where the bar shows how far it is."""
-    if not Console(file=sys.stderr).is_terminal:
-        print(f"draftdial train: {text}", file=sys.stderr, flush=True)
 
 
 def save_checkpoint(folder: Path, model: PPO, progress: RunProgress) -> None:

@@ -26,8 +26,9 @@ from draftdial.controller.policy_card import Training
 from draftdial.controller.policy_export import learned_file
 from draftdial.controller.policy_file import write
 from draftdial.controller.ppo import AdvicePolicy, SemiMarkovRolloutBuffer, network_of
+from draftdial.controller.progress_lines import ProgressLines
 from draftdial.controller.rules import FixedK
-from draftdial.controller.run_folder import Evaluation, RunProgress, load_checkpoint, save_checkpoint, say
+from draftdial.controller.run_folder import Evaluation, RunProgress, load_checkpoint, save_checkpoint
 from draftdial.controller.train_command import nothing_to_keep
 from draftdial.controller.train_config import TrainConfig, load_config, resumed_kind
 from draftdial.controller.train_setup import Setup
@@ -89,7 +90,7 @@ class _Run:
             if resumed_kind(config) != config.engine.kind:
                 # Scores of the simulator and of a server do not compare, nor do their rounds.
                 self.model.num_timesteps, evaluations = 0, []
-        say("scoring the rules that it is compared with")
+        ProgressLines("train").say("scoring the rules that it is compared with")
         self.judge = setup.judge()
         self.reference = {
             "off": self.judge.score(FixedK(setup.profiles[0].tiers, 0)),

@@ -21,6 +21,7 @@ from draftdial.controller.errors import UserError
 from draftdial.controller.files import atomic_write, sha256_of
 from draftdial.controller.greedy import GoodputGreedy
 from draftdial.controller.policy_card import canonical
+from draftdial.controller.progress_lines import ProgressLines
 from draftdial.controller.sglang_rule import DEFAULT_CONFIG, tuning_grid
 from draftdial.controller.signals import FloatArray
 from draftdial.envs.contenders import Card, Server
@@ -182,12 +183,14 @@ def _code_sha256() -> str:
 
 
 class Bar:
-    """A progress bar on standard error, shown on a terminal only."""
+    """A progress bar on standard error; in a pipe, lines."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress, lines: ProgressLines) -> None:
         self._progress = progress
+        self._lines = lines
         self._task = progress.add_task("", total=0)
         self._total = 0
+        self._num_done = 0
 
     def expect(self, num_trials: int) -> None:
         """So many more are to come."""
@@ -196,16 +199,18 @@ class Bar:
 
     def advance(self, label: str) -> None:
         """One is done."""
+        self._num_done += 1
         self._progress.update(self._task, advance=1, description=label)
+        self._lines.now_and_then(lambda: f"{label}: {self._num_done} of at least {self._total} trials")
 
 
 @contextmanager
-def progress_bar() -> Iterator[Bar]:
-    """A `Bar` for the work of the block."""
+def progress_bar(command: str) -> Iterator[Bar]:
+    """A `Bar` for the work of the block, which `draftdial command` does."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield Bar(progress)
+        yield Bar(progress, ProgressLines(command))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -214,7 +219,7 @@ def run(args: argparse.Namespace) -> int:
     options = ServerOptions(off_mode=args.off_mode or "warm", lag=args.lag, mid_flight=True)
     server = Server(CostProfile.load(args.profile), options)
     acceptance, workloads = Acceptance.parse(args.acceptance), args.workload or suite.workloads
-    with Workers(checked_jobs(args.jobs)) as workers, progress_bar() as bar:
+    with Workers(checked_jobs(args.jobs)) as workers, progress_bar("tune") as bar:
         document = cached_tune(args.out, server, workloads, acceptance, suite, workers, bar)
     if args.json:
         sys.stdout.write(json.dumps(document, indent=1) + "\n")

@@ -59,7 +59,7 @@ def contest(folder: Path, *names: str, **others: Any) -> Contest:
 
 
 def play(what: Contest, folder: Path, jobs: int = 1) -> tuple[Document, Trace]:
-    with Workers(jobs) as workers, progress_bar() as bar:
+    with Workers(jobs) as workers, progress_bar("compare") as bar:
         return compare(what, workers, bar, folder / "tuned_rules.json")
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from draftdial.controller import run_folder, train
+from draftdial.controller import progress_lines, train
 from draftdial.controller.cli import main as draftdial
 from draftdial.controller.cost_profile import CostProfile
 from draftdial.controller.features import Features
@@ -310,7 +310,7 @@ def test_ctrl_c_in_compiled_code_is_ctrl_c(
 def test_a_pipe_hears_how_far_training_is(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run_folder, "LINE_EVERY_S", 0.0)
+    monkeypatch.setattr(progress_lines, "LINE_EVERY_S", 0.0)
     run()
     first, *lines = capsys.readouterr().err.splitlines()
     assert first == "draftdial train: scoring the rules that it is compared with"
@@ -324,7 +324,7 @@ def test_a_pipe_hears_no_more_than_a_line_in_ten_seconds(
     trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now_s = 0.0
-    monkeypatch.setattr(run_folder, "monotonic", lambda: now_s)
+    monkeypatch.setattr(progress_lines, "monotonic", lambda: now_s)
     progress = RunProgress({"greedy": 1.0}, [Evaluation(0, 1.02, Network(networks(trained)[0]))])
     capsys.readouterr()
     with progress.bar(9000) as move:
@@ -339,7 +339,7 @@ def test_a_pipe_hears_no_more_than_a_line_in_ten_seconds(
 def test_a_terminal_shows_a_bar_and_no_lines(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run_folder, "LINE_EVERY_S", 0.0)
+    monkeypatch.setattr(progress_lines, "LINE_EVERY_S", 0.0)
     monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes a pipe for a terminal by
     run()
     err = capsys.readouterr().err
@@ -350,7 +350,7 @@ def test_json_prints_one_object_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run_folder, "LINE_EVERY_S", 0.0)
+    monkeypatch.setattr(progress_lines, "LINE_EVERY_S", 0.0)
     assert draftdial(["train", "--json", *TINY, *FEW_DOMAINS]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert set(printed) == {"run_dir", "policy"}

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from draftdial.controller import progress_lines
 from draftdial.controller import tune as tuning
 from draftdial.controller.cost_profile import CostProfile
 from draftdial.controller.errors import UserError
 from draftdial.controller.tune import (
-    Bar,
     cached_tune,
     greedy_grid,
     progress_bar,
@@ -64,7 +64,7 @@ def light(toy: CostProfile, one_right: Acceptance) -> list[Cell]:
 def test_the_best_of_every_grid_is_the_one_known_by_hand(light: list[Cell], toy: CostProfile) -> None:
     # One draft in a round gives 2 tokens in 13 ms against 1 in 11 (batch 1; 2: 14 against 12); three give the
     # same 2 tokens in 17. At 4 and 8 running, 200 ms lose by far.
-    with Workers(1) as workers, progress_bar() as bar:
+    with Workers(1) as workers, progress_bar("tune") as bar:
         tuned = tune(light, 2, Server(toy, OPTIONS), workers, bar)["chat"]
     assert tuned["threshold"]["card"] == {"kind": "threshold", "k": 1, "batch": 2}
     assert tuned["threshold"]["ratio"] == pytest.approx(((13 / 2 / 11) * (14 / 2 / 12)) ** (1 / 4), rel=0.03)
@@ -128,7 +128,7 @@ def test_a_tuning_is_reused_where_it_fits_and_only_there(
     path, server = tmp_path / "deep" / "tuned.json", Server(toy, OPTIONS)
     suite = replace(Suite.load("demo"), tune=SHORT)
     monkeypatch.setattr(tuning, "tune", lambda *_: {"drift5": {"greedy": {"card": {}, "ratio": 1.0}}})
-    with progress_bar() as bar:
+    with progress_bar("tune") as bar:
         made = cached_tune(path, server, ["drift5"], one_right, suite, NoWorkers(), bar)
         monkeypatch.undo()
         assert cached_tune(path, server, ["drift5"], one_right, suite, NoWorkers(), bar) == made
@@ -180,9 +180,29 @@ def test_bad_input_is_one_line(words: list[str], complaint: str) -> None:
     assert complaint in str(error.value) and "\n" not in str(error.value)
 
 
-def test_the_bar_is_silent_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress_bar() as bar:
-        assert isinstance(bar, Bar)
+def four_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four seconds each; how many there will be turns out on the way."""
+    now_s = 0.0
+    monkeypatch.setattr(progress_lines, "monotonic", lambda: now_s)
+    with progress_bar("tune") as bar:
         bar.expect(2)
-        bar.advance("half")
-    assert capsys.readouterr() == ("", "")
+        for num_done in range(4):
+            now_s += 4.0
+            bar.advance(f"tune {num_done}")
+            bar.expect(1)
+
+
+def test_a_pipe_hears_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    four_trials(monkeypatch)
+    assert capsys.readouterr() == ("", "draftdial tune: tune 2: 3 of at least 4 trials\n")
+
+
+def test_a_terminal_shows_a_bar_and_no_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes a pipe for a terminal by
+    four_trials(monkeypatch)
+    assert "draftdial tune" not in capsys.readouterr().err
