@@ -12,6 +12,7 @@ import importlib.metadata
 import logging
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -124,8 +125,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _refusal(error: Exception) -> UserError:
-    """What SGLang raised about its arguments, as one line."""
-    return UserError(f"SGLang refuses these arguments: {str(error).rstrip('.') or type(error).__name__}")
+    """What SGLang raised about its arguments, as one line; without words of its own, what did not hold."""
+    text = str(error).rstrip(".")
+    if not text:
+        [raised] = traceback.extract_tb(error.__traceback__, limit=-1)
+        text = f"{type(error).__name__} at `{raised.line}`"
+    return UserError(f"SGLang refuses these arguments: {text}")
 
 
 def _merge_config(parser: argparse.ArgumentParser, arguments: list[str]) -> list[str]:

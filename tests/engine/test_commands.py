@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import policies
+from cpu_server import draft_arguments, target_arguments
 from steered_server import SteeredServer
 from traffic import Load, Reference, Sending, random_requests
 
@@ -75,3 +76,15 @@ def test_doctor_says_in_one_line_what_sglangs_own_reading_of_a_flag_raises(steer
     assert (
         done.stderr.startswith("draftdial: SGLang refuses these arguments: ") and "lora_path" in done.stderr
     )
+
+
+def test_doctor_says_why_attention_dp_is_not_steered_and_what_it_wants(
+    steered: SteeredServer, models: Path
+) -> None:
+    arguments = ["--", *target_arguments(models), *draft_arguments(models), "--enable-dp-attention"]
+    done = steered.command("doctor", *arguments, "--dp", "2", "--tp", "2")
+    [problem] = [line for line in done.stdout.splitlines() if line.startswith("problem ")]
+    assert "adaptive" in problem and "across DP ranks" in problem, done
+    refused = steered.command("doctor", *arguments, "--dp", "2")
+    assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1), refused
+    assert "AssertionError at `assert " in refused.stderr and "tp_size % " in refused.stderr

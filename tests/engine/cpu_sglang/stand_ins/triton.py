@@ -5,6 +5,7 @@ Every name of `triton` and its submodules is the same do-nothing object; launchi
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -14,6 +15,9 @@ from typing import Any
 
 __version__ = "3.0.0"
 __path__: list[str] = []  # makes `import triton.language` look for a submodule
+
+# Torch would take it for the real one where modules of SGLang compile as they are imported.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
 class _Anything:
