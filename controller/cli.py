@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 
 from draftdial.controller.errors import UserError
 from draftdial.controller.interrupts import unmasked
@@ -103,10 +104,26 @@ def _run(called: str | None, arguments: list[str]) -> int:
         arguments[behind:] = sorted(arguments[behind:], key=lambda argument: not argument.startswith("-"))
     args, unknown = parser.parse_known_args(arguments, argparse.Namespace(engine_arguments=forwarded))
     if unknown:
+        _check_commas(subparsers.choices[args.command], arguments, unknown[0])
         hint = "; SGLang's own go behind --" if called in _FORWARDING else ""
         raise UserError(f"{called}: found {' '.join(unknown)}, allowed: what --help lists{hint}")
     status: int = args.run(args)
     return status
+
+
+def _check_commas(parser: argparse.ArgumentParser, arguments: Sequence[str], unknown: str) -> None:
+    """UserError where `unknown` stands behind an option whose value is a list with commas."""
+    places = [place for place, argument in enumerate(arguments) if argument.startswith("-")]
+    for start, end in pairwise([*places, len(arguments)]):
+        option, _, first = arguments[start].partition("=")
+        action = parser._option_string_actions.get(option)
+        values = [*filter(None, [first]), *arguments[start + 1 : end]]
+        if action is not None and "," in str(action.metavar) and unknown in values[1:]:
+            command, found = parser.prog.split()[-1], " ".join(values)
+            raise UserError(
+                f"{command}: {option}: found {found}, "
+                f"allowed: {action.metavar}, with commas and no blanks between"
+            )
 
 
 def _discard_output() -> None:

@@ -77,6 +77,23 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench"], "bench: the following arguments are required: URL"),
         (["train", "--fly"], "train: found --fly, allowed: what --help lists"),
         (
+            ["bench", "http://a", "--domains", "chat", "code", "maths", "--closed", "1"],
+            "bench: --domains: found chat code maths, allowed: A,B, with commas and no blanks between",
+        ),
+        (
+            ["bench", "--requests", "4", "--closed=1", "4", "http://a", "8"],
+            "bench: --closed: found 1 4 http://a 8, allowed: C,C, with commas and no blanks between",
+        ),
+        (
+            ["validate-sim", "b.json", "--profile", "p", "--closed", "1", "8"],
+            "validate-sim: --closed: found 1 8, allowed: C,C, with commas and no blanks between",
+        ),
+        (
+            ["profile", "http://a", "--out", "p.json", "--batches", "1", "4", "8"],
+            "profile: --batches: found 1 4 8, allowed: N,N, with commas and no blanks between",
+        ),
+        (["bench", "http://a", "--seed", "1", "2"], "bench: found 2, allowed: what --help lists"),
+        (
             ["doctor", "a.safetensors", "--model-path", "m"],
             "doctor: found --model-path m, allowed: what --help lists; SGLang's own go behind --",
         ),
