@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import io
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from draftdial.controller.errors import UserError
 from draftdial.controller.files import atomic_write
 from draftdial.controller.signals import FloatArray
 
@@ -34,6 +36,29 @@ _COLUMNS = (
 
 Run = dict[str, Any]
 """One arm under one load, once: `arm`, `workload`, `mode`, `load`, `repeat`, `seed` and its figures."""
+
+
+def read_document(path: Path, complaint: str = "no bench.json") -> dict[str, Any]:
+    """What `draftdial bench` wrote.
+
+    Raises:
+        UserError: the file cannot be read, or holds something else; `complaint` says that of it.
+    """
+    try:
+        document: Any = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        document = None
+    found = document if isinstance(document, dict) else {}
+    if found.get("schema") == SCHEMA:
+        return found
+    if isinstance(benches := found.get("benches"), dict):
+        raise UserError(
+            f"{path}: found {len(benches)} benchmarks in one file, allowed: one: "
+            f"write each of its `benches` into a bench.json of its own ({', '.join(benches)})"
+        )
+    raise UserError(f"{path}: {complaint} (schema {SCHEMA})")
 
 
 def cells(runs: Sequence[Run], baseline: str) -> list[dict[str, Any]]:

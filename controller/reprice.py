@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from draftdial.controller.bench_report import SCHEMA, Run
+from draftdial.controller.bench_report import Run, read_document
 from draftdial.controller.errors import UserError
 from draftdial.controller.host_time import HostTime
 from draftdial.controller.policy_export import repriced
@@ -42,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     old = read(args.policy)
     if REPRICED in old.card["evaluation"]:
         raise UserError(f"{args.policy}: found a repriced policy, allowed: the file that it was made from")
-    document = _document(args.bench)
+    document = read_document(args.bench)
     try:
         runs = [run for run in document["runs"] if not run["failed"]]
         host = host_of_lightest(runs, str(args.bench))
@@ -96,15 +94,3 @@ def host_of_lightest(runs: Sequence[Run], source: str) -> HostTime:
         f"{source}: host_ms_at_k: found none of a k above 0 in a closed loop, needed: runs with drafts on a "
         f"server whose scheduler overlaps with the GPU"
     )
-
-
-def _document(path: Path) -> dict[str, Any]:
-    try:
-        document: Any = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        document = None
-    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
-        raise UserError(f"{path}: no bench.json (schema {SCHEMA})")
-    return document

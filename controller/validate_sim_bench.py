@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from typing import Any, Literal
 
 from draftdial.controller.bench_adjust import adjusted
 from draftdial.controller.bench_loads import Load
-from draftdial.controller.bench_report import ADJUSTED, SCHEMA
+from draftdial.controller.bench_report import ADJUSTED, read_document
 from draftdial.controller.bench_work import Work, fingerprint
 from draftdial.controller.cost_profile import CostProfile, OffMode
 from draftdial.controller.errors import UserError
@@ -58,12 +57,7 @@ class ServedBench:
         Raises:
             UserError: not a `bench.json`, or see `of`.
         """
-        try:
-            document = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError):
-            document = None
-        if not isinstance(document, dict) or document.get("schema") != SCHEMA:
-            raise UserError(f"{path}: neither a decision log nor a bench.json (schema {SCHEMA})")
+        document = read_document(path, "neither a decision log nor a bench.json")
         try:
             return cls.of(document, str(path))
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:

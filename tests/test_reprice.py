@@ -99,10 +99,12 @@ def test_a_bench_that_does_not_know_the_host_is_refused(
 ) -> None:
     path, out = file_at(tmp_path / "old.safetensors", make_policy_file()), tmp_path / "new.safetensors"
     (tmp_path / "odd.json").write_text("[]")
+    (tmp_path / "pack.json").write_text('{"what": "two", "benches": {"low": {}, "high": {}}}')
     for bench, message in (
         (bench_of(tmp_path, run_of(1.0, {"0": 9.0})), "bench.json: host_ms_at_k: found none of a k above 0"),
         (bench_of(tmp_path / "heavy", run_of(64.0, {"1": 9.0})), "found no load lighter than C = 64"),
         (str(tmp_path / "odd.json"), "odd.json: no bench.json"),
+        (str(tmp_path / "pack.json"), "pack.json: found 2 benchmarks in one file, allowed: one: write each"),
         (str(tmp_path / "none.json"), "none.json: cannot be read: No such file"),
         (str(tmp_path), f"{tmp_path}: cannot be read: Is a directory"),
     ):

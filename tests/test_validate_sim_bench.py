@@ -390,6 +390,7 @@ def test_a_bench_counts_once(served: SimulatedBenches, capsys: pytest.CaptureFix
     [
         (["missing.log"], "missing.log: no such file, and no URL, which is written http://HOST:PORT"),
         (["folder"], "folder: a folder, allowed: a file, such as its bench.json"),
+        (["pack.json"], "write each of its `benches` into a bench.json of its own (low, high)"),
         (["text.log"], "text.log: neither a decision log nor a bench.json"),
         (["text.log", "http://127.0.0.1:1"], "allowed: one URL, one log, or one bench.json or more"),
         (["http://127.0.0.1:1"], "http://127.0.0.1:1: cannot reach the server"),
@@ -404,6 +405,7 @@ def test_what_is_named_must_be_one_of_the_three(
 ) -> None:
     monkeypatch.chdir(served.folder)
     (served.folder / "text.log").write_text("round 1\n")
+    (served.folder / "pack.json").write_text('{"what": "two", "benches": {"low": {}, "high": {}}}')
     (served.folder / "folder").mkdir()
     assert main(command(served, *words)) == 2
     error = capsys.readouterr().err
