@@ -24,6 +24,7 @@ from draftdial.controller.policy_export import rule_file
 from draftdial.controller.profile_build import ProfileBuilder, profile_name
 from draftdial.controller.profile_measurements import Grid, Measurements
 from draftdial.controller.profile_sweep import Sweep
+from draftdial.controller.profile_warnings import warnings_of
 from draftdial.controller.rules import FixedK, Threshold
 from draftdial.engine_patch.client import Server, ServerRefused
 from draftdial.engine_patch.settings import OFF_MODE
@@ -137,21 +138,7 @@ def _measure(args: argparse.Namespace, name: str) -> tuple[dict[str, object], st
         measurements, name, speculative.tiers, speculative.arguments, _command(), _versions()
     )
     document = builder.document()
-    return document, builder.advice(document), _warnings(measurements)
-
-
-def _warnings(measurements: Measurements) -> list[str]:
-    apart = [
-        f"{result.task.id}, {row}: the two fastest repeats took {fastest:.2f} and {second:.2f} ms"
-        for result in measurements.results()
-        for row, (fastest, second) in result.apart.items()
-    ]
-    host_set = [
-        f"{result.task.id}, {row}: the host set this time"
-        for result in measurements.results()
-        for row in sorted(measurements.host_set(result))
-    ]
-    return apart + host_set
+    return document, builder.advice(document), warnings_of(measurements)
 
 
 @contextmanager

@@ -21,10 +21,11 @@ from draftdial.controller.cost_profile import CostProfile
 from draftdial.controller.errors import UserError
 from draftdial.controller.launched_server import without_speculation
 from draftdial.controller.measured_server import CellFailed
-from draftdial.controller.profile_build import ProfileBuilder
+from draftdial.controller.profile_build import SIDES, ProfileBuilder
 from draftdial.controller.profile_measurements import Grid, Measurements, Task
-from draftdial.controller.profile_server import _thinned, _warnings
+from draftdial.controller.profile_server import _thinned
 from draftdial.controller.profile_sweep import PREFILLS, Sweep
+from draftdial.controller.profile_warnings import warnings_of
 from draftdial.engine_patch.measurement_plan import Phase
 
 GRID = Grid(batches=(1, 4, 8), contexts=(100, 400), rounds=8, repeats=2, held_out=2, seed=3)
@@ -267,7 +268,7 @@ def test_a_host_that_is_slow_for_a_pass_leaves_no_trace(tmp_path: Path) -> None:
     measurements = swept(tmp_path, world)
     assert built(measurements).document() == quiet
     assert {len(result.repeats) for result in measurements.results()} == {3}
-    assert _warnings(measurements) == []
+    assert warnings_of(measurements) == []
 
 
 def test_the_last_pass_is_over_what_differs_and_what_still_does_is_told(tmp_path: Path) -> None:
@@ -277,10 +278,11 @@ def test_the_last_pass_is_over_what_differs_and_what_still_does_is_told(tmp_path
     measurements = swept(tmp_path, world)
     assert {result.task.batch for result in measurements.results() if len(result.repeats) > 2} == {4, 8}
     assert len(world.asked) == 2 * 10 + 4
-    assert sorted(warning[:48] for warning in _warnings(measurements)) == [
-        "speculative cell batch 8 context 100, k=3: the t",
-        "speculative cell batch 8 context 400, k=3: the t",
-    ]
+    [line] = warnings_of(measurements)
+    assert line == (
+        "speculative: the two fastest repeats are more than 5% apart in 2 of 37 timings, all in "
+        f"{tmp_path / 'm.json'}; worst cell batch 8 context 100, k=3: 17.15 and 18.86 ms"
+    )
     document = built(measurements).document()
     by_row = {row["row"]: row["cells"] for row in document["rows"]}
     assert ["note" in cell for cell in by_row["k=3"]] == [False, True, False, True]
@@ -295,11 +297,11 @@ def test_what_the_host_sets_is_measured_again_and_told_and_no_error_of_the_profi
     measurements = swept(tmp_path, world)
     again = {(r.task.kind, r.task.batch) for r in measurements.results() if len(r.repeats) > 2}
     assert again == {("cell", 1), ("cell", 8), ("held-out", 3)}
-    assert sorted(_warnings(measurements)) == [
-        "speculative cell batch 8 context 100, k=3: the host set this time",
-        "speculative cell batch 8 context 400, k=3: the host set this time",
-        "speculative held-out batch 3 context 250, k=1: the host set this time",
-    ]
+    [line] = warnings_of(measurements)
+    assert line == (
+        f"speculative: the host set 3 of 37 timings, all in {tmp_path / 'm.json'}; worst held-out batch 3 "
+        "context 250, k=1: the GPU stood idle before it for 0.90 of 11.23 ms"
+    )
     builder = built(measurements)
     document = builder.document()
     noted = {
@@ -312,6 +314,20 @@ def test_what_the_host_sets_is_measured_again_and_told_and_no_error_of_the_profi
     assert "Set by the host, kept and noted: k=3 at batch 8." in document["provenance"][0]["inferred"]
     assert document["description"].endswith(" 1 more, which the host set, are left out.")
     assert len(builder.errors(CostProfile.from_document(document, "it"))) == 2 * 4 - 1
+
+
+def test_each_side_has_a_line_of_its_own_for_each_cause(tmp_path: Path) -> None:
+    worlds = [World(side) for side in SIDES]
+    for world in worlds:
+        world.slowness = lambda number, batch, row: (1.0, 1.1, 1.1)[number] if batch == 8 else 1.0
+        world.idle_ms = lambda number, batch, row: float(batch == 4)
+    lines = warnings_of(swept(tmp_path, *worlds))
+    assert [line.split(" timings, ")[0] for line in lines] == [
+        "speculative: the two fastest repeats are more than 5% apart in 11 of 37",
+        "nospec: the two fastest repeats are more than 5% apart in 5 of 11",
+        "speculative: the host set 8 of 37",
+        "nospec: the host set 2 of 11",
+    ]
 
 
 def test_without_a_gpu_all_times_are_the_hosts(tmp_path: Path) -> None:
