@@ -8,8 +8,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -147,9 +146,11 @@ class Bench:
 
     def _run(self, document: dict[str, Any]) -> None:
         """Every arm under every load in every repeat: arms in an order that rotates."""
+        from draftdial.controller.measuring_progress import measuring_progress
+
         work, arms = self.work, document["arms"]
         in_play = {load.label: arms for load in work.loads}
-        with progress_bar(len(work.seeds) * len(work.loads) * len(arms)) as (progress, bar):
+        with measuring_progress("bench", "runs", len(work.seeds) * len(work.loads) * len(arms)) as progress:
             self._warm_up(arms)
             document["server"]["idle_request"] = self._idle_request()
             for repeat, seed in enumerate(work.seeds):
@@ -157,13 +158,13 @@ class Bench:
                     requests = work.requests(load, seed)
                     which = {"repeat": repeat, "seed": seed, "list": fingerprint(requests)}
                     names = in_play[load.label] = self._in_play(in_play[load.label], load, document)
-                    progress.advance(bar, len(arms) - len(names))
+                    progress.measured(len(arms) - len(names))
                     turn = (repeat + place) % len(names)
                     for name in names[turn:] + names[:turn]:
-                        progress.update(bar, description=f"{name}, {load.label}, repeat {repeat + 1}")
+                        progress.measuring(f"{name}, {load.label}, repeat {repeat + 1}")
                         document["runs"].append(self._measure(name, load, requests, seed) | which)
                         self.write(document)
-                        progress.advance(bar)
+                        progress.measured()
 
     def _in_play(self, names: list[str], load: Load, document: dict[str, Any]) -> list[str]:
         """Those of `names` that go on under a load, by what was measured under it so far.
@@ -239,18 +240,6 @@ class Bench:
 
     def _server(self, name: str) -> Server:
         return self._other if name == NO_SPEC and self._other is not None else self.steered.server
-
-
-@contextmanager
-def progress_bar(total: int) -> Iterator[tuple[Any, Any]]:
-    """A `rich` progress on a terminal, and its one task."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield progress, progress.add_task("warm-up", total=total)
 
 
 def check_off_mode(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ from draftdial.controller.bench_drop import left_behind
 from draftdial.controller.bench_loads import Load
 from draftdial.controller.bench_metrics import policy_figures
 from draftdial.controller.bench_report import Run
-from draftdial.controller.bench_runs import Bench, check_off_mode, progress_bar
+from draftdial.controller.bench_runs import Bench, check_off_mode
 from draftdial.controller.bench_work import fingerprint
 from draftdial.controller.endless_load import EndlessLoad
 from draftdial.controller.errors import UserError
@@ -62,14 +62,17 @@ class SwitchbackBench(Bench):
         return document
 
     def _run(self, document: dict[str, Any]) -> None:
+        from draftdial.controller.measuring_progress import measuring_progress
+
         work, arms = self.work, document["arms"]
         rng = np.random.default_rng(work.options["seed"])
         self._warm_up(arms)
         document["server"]["idle_request"] = self._idle_request()
-        with progress_bar(len(work.seeds) * len(work.loads) * len(arms)) as (progress, bar):
+        with measuring_progress("bench", "turns", len(work.seeds) * len(work.loads) * len(arms)) as progress:
 
             def told(name: str, load: Load, cycle: int) -> None:
-                progress.update(bar, advance=1, description=f"{name}, {load.label}, cycle {cycle + 1}")
+                progress.measuring(f"{name}, {load.label}, cycle {cycle + 1}")
+                progress.measured()
 
             for load in work.loads:
                 gc.collect()

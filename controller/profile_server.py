@@ -193,11 +193,14 @@ def _grid(args: argparse.Namespace, server: MeasuredServer) -> Grid:
 
 def _sweep(sweep: Sweep, measurements: Measurements) -> None:
     """Measure all that is not there yet; the server's policy decides again afterwards, whatever happens."""
-    from draftdial.controller.profile_progress import sweep_progress
+    from draftdial.controller.measuring_progress import measuring_progress
 
     total = sweep.grid.repeats * len(sweep.tasks())
     try:
-        with _told(measurements, "; putting the server back"), sweep_progress(sweep.side, total) as progress:
+        with (
+            _told(measurements, "; putting the server back"),
+            measuring_progress("profile", sweep.side, total) as progress,
+        ):
             for tasks in sweep.passes(measurements):
                 num_done = sum(len(measurements.result(task).repeats) for task in sweep.tasks())
                 progress.begin_pass(num_done, len(tasks))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from test_client import FakeSglang, serve  # noqa: F401
 
-from draftdial.controller import bench_runs
+from draftdial.controller import bench_runs, progress_lines
 from draftdial.controller.bench_arms import Arm, SteeredArms
 from draftdial.controller.bench_drop import out_of_reach
 from draftdial.controller.bench_report import cells, table
@@ -98,6 +99,24 @@ def test_an_arm_that_cannot_win_is_left_out_of_later_repeats_under_that_load(
     assert set(first) == set(SPEEDS) and [set(arms) for arms in later] == [kept] * 3
     assert len({arms[0] for arms in later}) == 3, "those that are left take turns"
     assert capsys.readouterr().err == "draftdial: closed C = 4: left out from here on: fixed-1\n"
+
+
+def test_a_bench_says_now_and_then_how_far_it_is(
+    measured: Callable[[float | None], dict[str, Any]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(progress_lines, "LINE_EVERY_S", 0.0)
+    runs = measured(0.25)["runs"]
+    total = 4 * 2 * len(SPEEDS)
+    lines = capsys.readouterr().err.splitlines()
+    [gone] = [line for line in lines if "left out from here on" in line]
+    lines.remove(gone)
+    told = rf"draftdial bench: runs: (\d+) of {total} measured(?:, [\d:.]+ left)?\n"
+    text = "".join(f"{line}\n" for line in lines)
+    assert re.fullmatch(f"(?:{told})+", text), text
+    counts = [int(count) for count in re.findall(told, text)]
+    assert counts == sorted(counts) and counts[-1] == total == len(runs) + 3, "3 were left out"
 
 
 def test_what_is_left_out_keeps_its_means_and_its_pairs(

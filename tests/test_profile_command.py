@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from test_profile_build import FACTS, World
 
-from draftdial.controller import profile_progress, profile_server, progress_lines
+from draftdial.controller import measuring_progress, profile_server, progress_lines
 from draftdial.controller.cli import main
 
 NUM_MEASURED = 2 * 10
@@ -53,7 +53,7 @@ class Machine:
         self.servers: list[Served] = []
         self.arguments = ["profile", "http://a", "--no-spec", "http://b", "--out", str(out)]
         self.arguments += "--batches 1,4,8 --contexts 100,400 --rounds 8 --held-out 2".split()
-        for module in (profile_progress, progress_lines):
+        for module in (measuring_progress, progress_lines):
             monkeypatch.setattr(module, "monotonic", lambda: self.now_s)
         monkeypatch.setattr(profile_server, "_measured", self.meet)
 

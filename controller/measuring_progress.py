@@ -1,4 +1,4 @@
-"""How far a sweep is, on standard error: a bar on a terminal, elsewhere a line now and then."""
+"""How much has been measured, on standard error: a bar on a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SPEED_OF_LAST_S = 3600.0
 
 
 @contextmanager
-def sweep_progress(side: str, total: int) -> Iterator[SweepProgress]:
-    """Of the server `side`, on which `total` is to be measured, and more where repeats do not agree."""
+def measuring_progress(command: str, what: str, total: int) -> Iterator[MeasuringProgress]:
+    """Of `draftdial command`, which is to measure `total` of `what`, or more."""
     console = Console(file=sys.stderr)
     with Progress(
         TextColumn("{task.description}"),
@@ -32,18 +32,18 @@ def sweep_progress(side: str, total: int) -> Iterator[SweepProgress]:
         speed_estimate_period=SPEED_OF_LAST_S,
         get_time=monotonic,
     ) as progress:
-        yield SweepProgress(side, total, progress)
+        yield MeasuringProgress(command, what, total, progress)
 
 
-class SweepProgress:
-    """What `sweep_progress` shows."""
+class MeasuringProgress:
+    """What `measuring_progress` shows."""
 
-    def __init__(self, side: str, total: int, progress: Progress) -> None:
-        self._side = side
+    def __init__(self, command: str, what: str, total: int, progress: Progress) -> None:
+        self._what = what
         self._total = total
         self._progress = progress
-        self._bar = progress.add_task(side, total=total)
-        self._lines = ProgressLines("profile")
+        self._bar = progress.add_task(what, total=total)
+        self._lines = ProgressLines(command)
 
     def begin_pass(self, num_done: int, num_left: int) -> None:
         """So much has been measured by now, and so much is to be in the coming pass."""
@@ -54,13 +54,13 @@ class SweepProgress:
         """This is being measured now."""
         self._progress.update(self._bar, description=name)
 
-    def measured(self) -> None:
-        """It has been."""
-        self._progress.advance(self._bar)
+    def measured(self, count: int = 1) -> None:
+        """It has been, or `count` of them are left out."""
+        self._progress.advance(self._bar, count)
         self._lines.now_and_then(self._line)
 
     def _line(self) -> str:
         [task] = self._progress.tasks
         left_s = task.time_remaining
         left = "" if left_s is None else f", {timedelta(seconds=left_s)} left"
-        return f"{self._side}: {task.completed:.0f} of {task.total:.0f} measured{left}"
+        return f"{self._what}: {task.completed:.0f} of {task.total:.0f} measured{left}"
