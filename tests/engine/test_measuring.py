@@ -221,7 +221,7 @@ def test_arms_switch_back_and_forth_under_one_load(
     assert len(turns) == 2 * 4 and {turn["failed"] for turn in turns} == {0}
     assert document["options"]["switchback"] == 0.6
     for turn in turns:
-        assert turn["output_tok_s"] > 0 and 0.6 <= turn["window_s"] < 2
+        assert turn["output_tok_s"] > 0 and turn["window_s"] >= 0.6
         ran = {k for k, rounds in turn.get("rounds_at_k", {}).items() if rounds}
         assert turn["arm"] not in ("off", "fixed-3") or ran == {turn["arm"].replace("off", "0")[-1]}
     # At one request in flight and k = 0, every round makes a token, and every prefill.
@@ -229,7 +229,7 @@ def test_arms_switch_back_and_forth_under_one_load(
     assert turn["output_tok_s"] * turn["window_s"] == pytest.approx(turn["rounds"] + turn["requests"], abs=4)
     served = [turn for turn in turns if turn["arm"] != "no-spec"]
     at_client, in_server = (sum(turn[name] for turn in served) for name in ("client_tok_s", "output_tok_s"))
-    assert at_client == pytest.approx(in_server, rel=0.5)  # turns of 0.6 s begin and end apart for the two
+    assert in_server / 2 < at_client < 2 * in_server  # turns of 0.6 s begin and end apart for the two
     assert setting_of(steered) == before
     for server in (steered, reference.server):  # neither is left paused, nor with what was given up
         assert tokens_of(Sending(server, [Request((5, 6, 7), 8)]).answers())
