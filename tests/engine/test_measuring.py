@@ -20,6 +20,7 @@ from steered_server import SteeredServer
 from traffic import Reference, Request, Sending, random_requests, tokens_of
 
 from draftdial.controller.cost_profile import CostProfile
+from draftdial.controller.measured_server import flush_cache
 from draftdial.controller.profile_sweep import PREFILLS
 from draftdial.engine_patch.client import Server
 
@@ -233,7 +234,7 @@ def test_arms_switch_back_and_forth_under_one_load(
     assert setting_of(steered) == before
     for server in (steered, reference.server):  # neither is left paused, nor with what was given up
         assert tokens_of(Sending(server, [Request((5, 6, 7), 8)]).answers())
-        assert Server(server.url).post("/flush_cache", {})
+        flush_cache(Server(server.url))
 
 
 def test_a_server_counts_the_output_tokens_that_clients_get(
