@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from steered_server import SteeredServer
 from traffic import Answer, Request, Sending, random_requests
 
-PROMPT, OUTPUT = 12, 1500
+PROMPT, OUTPUT, GAP = 12, 1500, 250
 
 
 @dataclass
@@ -35,14 +35,8 @@ def walk(server: SteeredServer, request: Request, name: str, *, has_gap: bool) -
     """`request` at k = 3, with k = 0 in the middle if `has_gap`."""
     server.flush()
     assert server.set(draftdial_force_k=3)
-    sending = Sending(server, [request], name=f"kv-{name}")
-    if has_gap:
-        server.await_rounds(15)
-        assert server.set(draftdial_force_k=0)
-        server.await_rounds(250)
-        assert server.set(draftdial_force_k=3)
-        assert not sending.done()
-    [answer] = sending.answers()
+    assert not has_gap or server.set(probe_gap=GAP)
+    [answer] = Sending(server, [request], name=f"kv-{name}").answers()
     kv = np.load(server.folder / f"kv-{name}-0.npz")
     log = server.recorded()
     request_id = log.requests["request_id"][log.requests["prompt_tokens"] == PROMPT].max()
@@ -78,7 +72,7 @@ def test_off_and_on_again_leaves_no_trace_unless_told_to(walks: tuple[str, Walk,
     assert plain.answer.tokens == gap.answer.tokens
     off = [position for position, (k, _) in gap.accepted.items() if k == 0]
     back_on = max(off) + 1
-    assert len(off) >= 200
+    assert len(off) == GAP
     both = [p for p in gap.accepted.keys() & plain.accepted.keys() if p > back_on + 3]
     assert len(both) >= 100
     same_drafts = np.mean([gap.accepted[p] == plain.accepted[p] for p in both])
@@ -91,4 +85,4 @@ def test_off_and_on_again_leaves_no_trace_unless_told_to(walks: tuple[str, Walk,
         assert same_drafts == 1.0
     else:  # the control: both checks see the gap
         assert len(stale) >= 150
-        assert same_drafts < 0.95  # by how much depends on how long it was off, and so on the machine
+        assert same_drafts < 0.95

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from itertools import repeat
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,6 +13,9 @@ from draftdial.controller import policy_weights
 from draftdial.engine_patch.kv_only_projection import DraftKv
 from draftdial.engine_patch.lockstep import Lockstep
 from draftdial.engine_patch.round_outcomes import FinishedRound
+
+if TYPE_CHECKING:
+    from draftdial.engine_patch.dial import Dial
 
 FAULT_KEY = "probe_fault"
 """Control key: the policy's next decision raises (1), is no built tier (2), or is no number (3)."""
@@ -28,7 +32,11 @@ KV_ONLY_KEY = "probe_kv_only"
 LATE_KEY = "probe_late"
 """Control key: an environment in lockstep hears of each round one round later (1), or no more (0)."""
 
-_KEYS = (FAULT_KEY, GOLDEN_KEY, DIVERGE_KEY, KV_ONLY_KEY, LATE_KEY)
+GAP_KEY = "probe_gap"
+"""Control key: so many rounds at k = 0 from the sixteenth from now on; the forced k before and after."""
+GAP_AFTER = 15
+
+_KEYS = (FAULT_KEY, GOLDEN_KEY, DIVERGE_KEY, KV_ONLY_KEY, LATE_KEY, GAP_KEY)
 
 
 def control(scheduler: Any, request: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -50,6 +58,8 @@ def control(scheduler: Any, request: Any, *_args: Any, **_kwargs: Any) -> None:
         current.decision_hash ^= 1
     if faults[LATE_KEY] is not None:
         Lockstep.finished = _late([]) if faults[LATE_KEY] else _finished  # type: ignore[method-assign]
+    if faults[GAP_KEY] is not None:
+        _leave_gap(current, faults[GAP_KEY])
     if faults[KV_ONLY_KEY] is not None:
         DraftKv.write = (_write, lambda *_args: None, _raise)[faults[KV_ONLY_KEY]]  # type: ignore[method-assign]
 
@@ -68,6 +78,22 @@ def _late(held: list[FinishedRound]) -> Callable[[Lockstep, FinishedRound], None
         held.append(newest)
 
     return finished
+
+
+def _leave_gap(dial: Dial, num_rounds: int) -> None:
+    """By the round: changes from outside come as late as the machine lets them, maybe behind the request."""
+    forced = dial.forced_k
+    left = iter([*repeat(forced, GAP_AFTER), *repeat(0, num_rounds)])
+
+    def steps(batch_size: int) -> int:
+        try:
+            dial.forced_k = next(left)
+        except StopIteration:
+            dial.forced_k = forced
+            del dial.get_steps_for_batch  # back to the class's
+        return type(dial).get_steps_for_batch(dial, batch_size)
+
+    dial.get_steps_for_batch = steps  # type: ignore[method-assign]
 
 
 def _wrong_features(features: Any) -> Any:
