@@ -66,9 +66,9 @@ class SteeredServer(CpuServer):
         wanted = len(self.rounds()) + count
         self._await(lambda: len(self.rounds()) >= wanted, f"{count} more rounds")
 
-    def await_batch(self, batch_size: int) -> None:
-        """Wait for a decode round of at least so many requests."""
-        start = len(self.rounds())
+    def await_batch(self, batch_size: int, start: int | None = None) -> None:
+        """Wait for a decode round of at least so many requests, after the first `start` or all so far."""
+        start = len(self.rounds()) if start is None else start
         self._await(
             lambda: max(self.rounds()[start:], default=(0, 0))[0] >= batch_size, f"a batch of {batch_size}"
         )

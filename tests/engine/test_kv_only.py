@@ -187,10 +187,11 @@ def test_prompts_read_while_off_have_kv_that_is_right(
     assert server.set(draftdial_force_k=0)
     assert server.set(probe_kv_only=fault)
     requests = reference.choose(
-        random_requests(seed=67 + fault, prompt_tokens=(20, 100), new_tokens=(150, 200), spread_s=0.5), 6
+        random_requests(seed=67 + fault, prompt_tokens=(20, 100), new_tokens=(400, 450), spread_s=0.5), 6
     )
+    start = len(server.rounds())
     sending = Sending(server, requests, name=f"kv-prompt-{fault}")
-    server.await_batch(len(requests))
+    server.await_batch(len(requests), start)
     server.await_rounds(20)
     assert server.set(draftdial_force_k=-1)
     assert tokens_of(sending.answers()) == reference.tokens(requests)
