@@ -253,12 +253,17 @@ def test_a_pause_is_the_time_of_no_round(steered: SteeredServer) -> None:
         return sum(seconds for name, seconds in steered.status().items() if name.startswith("seconds_at_k."))
 
     before_s, began_s, pause_s = decoding_s(), time.monotonic(), 3.0
-    sending = Sending(steered, [Request((5, 6, 7), 400)])
+    # Long enough for a pause that comes late, and ended when it has decoded on.
+    sending = Sending(steered, [Request((5, 6, 7), 3000)], name="paused")
     steered.await_rounds(20)
     steered.post("/pause_generation", {"mode": "in_place"})
+    decoding_s()  # SGLang does not wait until it pauses; what answers this does
+    begun = len(steered.rounds())
     time.sleep(pause_s)
-    assert not sending.done()
+    assert len(steered.rounds()) == begun and not sending.done()
     steered.post("/continue_generation", {})
+    steered.await_rounds(20)
+    steered.post("/abort_request", {"rid": "paused-0"})
     sending.answers()
     passed_s = time.monotonic() - began_s
     assert 0 < decoding_s() - before_s < passed_s - 0.9 * pause_s
