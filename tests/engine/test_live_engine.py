@@ -131,13 +131,20 @@ def test_no_request_no_round(server: SteeredServer) -> None:
     [load] = closed_loads([1], 2, lengths=lengths, domains=(0,))
     requests = load.source.requests(0)
     requests.mode, requests.arrival_s = "open", np.arange(requests.num_requests) * 2.0
-    engine = LiveEngine(LiveServer(server.url), lambda seed: requests, Asking())
+    since_s = 0.0
+
+    def draw(seed: int) -> RequestList:
+        nonlocal since_s
+        since_s = time.monotonic()  # right before they are sent: the first question comes when it does
+        return requests
+
+    engine = LiveEngine(LiveServer(server.url), draw, Asking())
     try:
         engine.reset(0)
-        begun, since = len(server.rounds()), time.monotonic()
+        begun = len(server.rounds())
         while not engine.is_served:
             engine.run_round(np.array([3]))
-        assert time.monotonic() - since >= requests.arrival_s[-1], "the last request had not come yet"
+        assert time.monotonic() - since_s >= requests.arrival_s[-1], "the last request had not come yet"
         assert len(server.rounds()) - begun >= requests.num_requests * 50 // 4 - 1
     finally:
         engine.close()
